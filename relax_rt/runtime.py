@@ -30,9 +30,9 @@ from typing import Any, Literal, Protocol, TypeVar, overload
 from relax_rt.cluster import launch
 from relax_rt.cluster.discovery import RunDiscovery, connect
 from relax_rt.config.loader import load_config, preflight_config
+from relax_rt.interfaces.agent import RunStatus
 from relax_rt.observe.metrics import METRICS, Tail
 from relax_rt.supervision import control
-from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.rundir import read_run
 from relax_rt.transport.rpc.errors import RelaxError
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from relax_rt.process.sandbox import leftover_dirs
+from relax_rt.process.sandbox import DIR_PREFIX
 
 DEADLINE_S = 120
 
@@ -35,10 +35,14 @@ def _texts(pid: int) -> bytes:
         return b""
 
 
+def _sandbox_dirs() -> list[str]:
+    return [str(path) for path in Path(DIR_PREFIX).parent.glob(Path(DIR_PREFIX).name + "*")]
+
+
 def nothing_left(word: str) -> None:
     """Wait until no process has the word any more, and no folder of a box is there."""
     end = time.monotonic() + DEADLINE_S
-    while (left := [*with_word(word), *leftover_dirs()]) and time.monotonic() < end:
+    while (left := [*with_word(word), *_sandbox_dirs()]) and time.monotonic() < end:
         time.sleep(0.02)
     assert not left
 

@@ -21,11 +21,11 @@ from msgspec.structs import replace
 from relax_rt.chaos import guard
 from relax_rt.chaos.faults import FAULTS, Fault, Strike
 from relax_rt.chaos.timeline import REGISTRY
+from relax_rt.interfaces.agent import RunStatus, SlotStatus
 from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.observe.events import EventFollower, EventLog
 from relax_rt.process import procfs
 from relax_rt.supervision import control
-from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, read_json
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError, Unreachable

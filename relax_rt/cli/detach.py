@@ -11,13 +11,12 @@ from pathlib import Path
 
 from relax_rt.cli.app import FAILED, OK
 from relax_rt.cli.time_left import estimate_of
+from relax_rt.interfaces.agent import Diagnosis, RunStatus, SlotStatus
 from relax_rt.observe.events import CURRENT
 from relax_rt.observe.metrics import Tail
 from relax_rt.observe.story import Starts
 from relax_rt.observe.text import clip, duration, waits
 from relax_rt.supervision import control
-from relax_rt.supervision.api import RunStatus, SlotStatus
-from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.rundir import read_run
 from relax_rt.transport.rpc.errors import RelaxError
 

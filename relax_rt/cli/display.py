@@ -21,10 +21,9 @@ from relax_rt.cli.incidents import Incident, above
 from relax_rt.cli.lost_samples import show_losses, show_recent
 from relax_rt.cli.why import Account
 from relax_rt.config.job import PlanLine, TriedSample
+from relax_rt.interfaces.agent import Diagnosis, RunStatus, SlotStatus
 from relax_rt.observe.estimate import Estimate
 from relax_rt.observe.text import NOTHING, clip, count, duration, lacks, waits
-from relax_rt.supervision.api import RunStatus, SlotStatus
-from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.transport.queue.ledger.messages import ProgressReport, describe_loss
 
 TRACE_LINES, LOG_LINES = 15, 5

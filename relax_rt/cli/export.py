@@ -16,11 +16,11 @@ import msgspec
 
 from relax_rt.cli.figures import Figures
 from relax_rt.cli.why import Account
+from relax_rt.interfaces.agent import RunStatus
 from relax_rt.observe.estimate import Estimate
 from relax_rt.observe.events import CURRENT, read_events, segments
 from relax_rt.observe.metrics import METRICS, read_metrics
 from relax_rt.observe.trace import Trace
-from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.rundir import read_run
 from relax_rt.transport.rpc.errors import RelaxError
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
+from relax_rt.interfaces.agent import RunStatus
 from relax_rt.interfaces.registry import Changes, RegistryApi
 from relax_rt.observe.metrics import METRICS, Tail
-from relax_rt.supervision.api import RunStatus
 from relax_rt.transport.base.versions import VersionRecord, VersionTree
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import Incarnation

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.observe.text import clip, count, duration
-from relax_rt.supervision.diagnosis import Diagnosis
 
 MAX_INCIDENTS = 200
 MAX_LINES = 12

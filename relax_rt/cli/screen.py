@@ -12,9 +12,9 @@ from relax_rt.cli.app import FAILED, INTERRUPTED
 from relax_rt.cli.runs import resolved_config
 from relax_rt.config.job import load_job, pacing_of
 from relax_rt.config.schema import RunConfig
+from relax_rt.interfaces.agent import RunStatus
 from relax_rt.observe.screen import Screen
 from relax_rt.supervision import control
-from relax_rt.supervision.api import RunStatus
 from relax_rt.transport.rpc.errors import RelaxError
 
 POLL_S = 0.25

@@ -14,9 +14,9 @@ from relax_rt.cli.display import say, show_json
 from relax_rt.cli.lost_samples import reinstate_items
 from relax_rt.cli.runs import find_run_dir
 from relax_rt.config.problems import BadInput, did_you_mean
+from relax_rt.interfaces.agent import RunStatus, SlotStatus
 from relax_rt.observe.text import clip
 from relax_rt.supervision import control
-from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 POLL_S = 0.1

@@ -11,11 +11,11 @@ from typing import Any
 from relax_rt.cli.runs import resolved_config
 from relax_rt.config.job import Pacing, load_job, pacing_of
 from relax_rt.config.schema import RunConfig
+from relax_rt.interfaces.agent import RunStatus
 from relax_rt.observe.estimate import Estimate, Estimator
 from relax_rt.observe.events import parse_line
 from relax_rt.observe.metrics import METRICS, Tail
 from relax_rt.observe.text import duration
-from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RUN_JSON, machine, read_run
 from relax_rt.transport.rpc.errors import RelaxError
 

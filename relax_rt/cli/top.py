@@ -15,9 +15,9 @@ from rich.text import Text
 
 from relax_rt.cli.display import STYLE, console_for_output, print_table, show_json
 from relax_rt.cli.doctor.finding import size
+from relax_rt.interfaces.agent import RunStatus
 from relax_rt.observe.text import NOTHING, clip, count, duration, lacks, number, waits
 from relax_rt.supervision import control
-from relax_rt.supervision.api import RunStatus
 
 MAX_CHILDREN = 256
 ONCE_LOOKS = 10

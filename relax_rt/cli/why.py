@@ -9,11 +9,10 @@ from typing import Any
 import msgspec
 
 from relax_rt.cli.incidents import Incident, Incidents
+from relax_rt.interfaces.agent import Diagnosis, RunStatus
 from relax_rt.observe.losses import Losses, ReportedLoss
 from relax_rt.observe.story import MAX_SLOTS, Note, Story
 from relax_rt.observe.text import lacks
-from relax_rt.supervision.api import RunStatus
-from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.transport.queue.ledger.messages import Retired
 
 MAX_NOTES = 40

@@ -26,11 +26,11 @@ from relax_rt.cluster.nodes.membership import RECORD, read_keys, read_record
 from relax_rt.interfaces.members import Members, watch_members
 from relax_rt.interfaces.registry import REGISTRY_SLOT, Member, RegistryApi
 from relax_rt.supervision.control import NoRun, find_run
-from relax_rt.supervision.rundir import RunPaths, slot_file
+from relax_rt.supervision.rundir import slot_file
+from relax_rt.transport.rpc.client import DEFAULT_WINDOW
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, CurveKeys, make_hello
-from relax_rt.transport.rpc.streams import DEFAULT_WINDOW
 
 T = TypeVar("T")
 
@@ -140,14 +140,12 @@ def _at_run_dir(run_dir: Path, name: str) -> tuple[RunDiscovery, AddressResolver
             return f"unix://{paths.socket_dir / slot_file(slot, '.sock')}"
 
         return RunDiscovery(paths.run_id, name, on_this_node), None
-    run_id = _run_id_of(paths)
+    run_id = paths.run_id
+    if (paths.socket_dir / RECORD).exists():
+        # The directories of a joined node are named by an id of their own.
+        run_id = read_record(paths).reply.membership.run_id
     resolver = AddressResolver(paths.socket_dir, make_hello(run_id, Incarnation(f"{name}/{os.getpid()}", 0)))
     return RunDiscovery(run_id, name, resolver.resolve, read_keys(paths)), resolver
-
-
-def _run_id_of(paths: RunPaths) -> str:
-    """The run's own id: the directories of a joined node are named by another one."""
-    return read_record(paths).reply.membership.run_id if (paths.socket_dir / RECORD).exists() else paths.run_id
 
 
 def _at_address(address: str, run_id: str, key: str | Path, name: str) -> tuple[RunDiscovery, AddressResolver | None]:

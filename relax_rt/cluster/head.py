@@ -10,18 +10,18 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import structlog
 
-from relax_rt.cluster.nodes.fleet import Fleet
+from relax_rt.cluster.nodes.fleet import NodeFleet
 from relax_rt.config.job import load_job
 from relax_rt.config.loader import read_resolved
 from relax_rt.config.schema import RunConfig
+from relax_rt.interfaces.agent import RunStatus
 from relax_rt.observe.logs import open_log, setup_logging
 from relax_rt.observe.text import clip
 from relax_rt.supervision.agent import run_agent
-from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.plan import plan_roles
 from relax_rt.supervision.protocol import RunDone
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, write_json
@@ -45,8 +45,12 @@ def main(argv: list[str] | None = None) -> int:
         setup_logging(os.environ.get("RELAX_LOG_LEVEL", "info"), log)
         config = read_resolved(paths.run_dir / RESOLVED_CONFIG)
         plans = plan_roles(config, [kind for kind in options.system.split(",") if kind])
-        screen = load_screen(options.screen, config, paths.run_dir) if options.screen else None
-        done = run_agent(config, paths, plans, Fleet(config, paths), keeper_pid=options.keeper_pid, on_state=screen)
+        screen: RunScreen | None = None
+        if options.screen:
+            module, _, name = options.screen.partition(":")
+            make: Callable[[RunConfig, Path], RunScreen] = getattr(importlib.import_module(module), name)
+            screen = make(config, paths.run_dir)
+        done = run_agent(config, paths, plans, NodeFleet(config, paths), keeper_pid=options.keeper_pid, on_state=screen)
         lines = [*_finish_job(config, paths.run_dir), *describe(done)]
         if screen is None:
             # stderr may be a file on a full disk; the exit code must still be the run's.
@@ -57,19 +61,12 @@ def main(argv: list[str] | None = None) -> int:
     return done.exit_code
 
 
-class Screen(Protocol):
+class RunScreen(Protocol):
     """Shows a running run; `close` restores the terminal and prints the last lines."""
 
     def __call__(self, status: RunStatus) -> None: ...
 
     def close(self, summary_lines: Sequence[str]) -> None: ...
-
-
-def load_screen(target: str, config: RunConfig, run_dir: Path) -> Screen:
-    """The result of ``module:function(config, run_dir)``."""
-    module, _, name = target.partition(":")
-    make = cast(Callable[[RunConfig, Path], Screen], getattr(importlib.import_module(module), name))
-    return make(config, run_dir)
 
 
 def describe(done: RunDone) -> list[str]:

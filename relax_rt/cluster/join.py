@@ -6,6 +6,7 @@ Each membership has a keeper and an agent of its own, so that nothing of a lost 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import random
 import secrets
@@ -19,24 +20,26 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+import psutil  # type: ignore[import-untyped]
 
 from relax_rt.cluster.launch import lock_run_dir
 from relax_rt.cluster.nodes.api import HELLO_NAME, HeadApi, NameTaken, NodeFacts, NodeMembership
 from relax_rt.cluster.nodes.join_key import ENVIRONMENT, FILE, curve_keys, read_key, write_key
-from relax_rt.cluster.nodes.machine import count_gpus, physical_mib
 from relax_rt.cluster.nodes.membership import JoinRecord, MembershipEnd, node_paths, read_end, write_record
 from relax_rt.config.checks import check_listen
 from relax_rt.config.version import VERSION
 from relax_rt.process import procfs
+from relax_rt.supervision.devices import count_gpus
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, clean_stale_runs, members_of_run, update_run
-from relax_rt.transport.rpc.address import parse_address
 from relax_rt.transport.rpc.backoff import Backoff, BackoffPolicy
+from relax_rt.transport.rpc.channel import parse_address
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Client, make_hello
 
 JOIN_TIMEOUT_S = 5.0
 LEAVE_TIMEOUT_S = 1.0
+MIB = 1 << 20
 RETRY = BackoffPolicy(base_s=0.5, cap_s=10.0)
 
 
@@ -250,7 +253,9 @@ class Joiner:
         env = {name: value for name, value in os.environ.items() if name != ENVIRONMENT}
         os.set_inheritable(held, True)
         others = procfs.descendants(os.getpid())
-        self._keeper = subprocess.Popen(command, env=env, pass_fds=[held], preexec_fn=_end_with_parent)
+        # When the process of `up --join` is killed, the keeper ends this node's agent in order.
+        end_with_parent = functools.partial(procfs.prctl, procfs.PR_SET_PDEATHSIG, signal.SIGTERM)
+        self._keeper = subprocess.Popen(command, env=env, pass_fds=[held], preexec_fn=end_with_parent)
         try:
             if self._signals:
                 self._keeper.send_signal(signal.SIGTERM)
@@ -286,11 +291,6 @@ class Joiner:
             self._say(f"the head could not be told: {error}")
 
 
-def _end_with_parent() -> None:
-    """When the process of `up --join` is killed, the keeper ends this node's agent in order."""
-    procfs.prctl(procfs.PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def _is_agent(pid: int) -> bool:
     """Whether a process is a node's agent, or is about to exec it."""
     try:
@@ -316,7 +316,7 @@ def node_facts(request: JoinRequest) -> NodeFacts:
         host=request.host or address_towards(request.head),
         machine=socket.gethostname(),
         cores=len(os.sched_getaffinity(0)),
-        memory_mib=physical_mib(),
+        memory_mib=psutil.virtual_memory().total // MIB,
         gpus=count_gpus(),
         python=sys.version.split()[0],
         version=VERSION,

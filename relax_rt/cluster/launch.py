@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from relax_rt.cluster.nodes.checks import check_nodes
 from relax_rt.cluster.nodes.join_key import FILE as JOIN_KEY
 from relax_rt.cluster.nodes.join_key import make_key, read_key, write_key
-from relax_rt.config.job import Job, load_job
+from relax_rt.config.job import load_job
 from relax_rt.config.loader import SYSTEM_ROLES, config_digest, load_config, write_resolved
 from relax_rt.config.schema import RunConfig
 from relax_rt.supervision import control
@@ -242,35 +242,26 @@ def _check_same_config(run_dir: Path, digest: str, config: RunConfig) -> None:
         job = load_job(config.run.job)
         may_change = job.changeable
         if changed and all(key in may_change for key, _, _ in changed):
-            _check_not_past(job, run_dir, changed)
+            reasons = job.past(run_dir)
+            for key, was, have in changed:
+                if key in reasons:
+                    raise RelaxError(
+                        f"{key} was {_as_text(was)}, is {_as_text(have)}: it has no effect in this run any more",
+                        why=reasons[key],
+                        hint=f"set {key} back to {_as_text(was)}, or choose another run.name",
+                    )
             return
         other = [one for one in changed if one[0] not in may_change]
         rest = [key for key, _, _ in other[MAX_SHOWN:MAX_NAMED]]
         more = f"; and so are {', '.join(rest)}{', …' if len(other) > MAX_NAMED else ''}" if rest else ""
-        told = f": {'; '.join(_describe_change(one) for one in other[:MAX_SHOWN])}{more}" if other else ""
+        shown = [f"{key} was {_as_text(was)}, is {_as_text(have)}" for key, was, have in other[:MAX_SHOWN]]
+        told = f": {'; '.join(shown)}{more}" if other else ""
         back = "set these back, " if other else ""
         raise RelaxError(
             f"run.dir = {str(run_dir)!r} belongs to a run with another config",
             why=f"run {run.get('run_id', '?')} was started from {run.get('config', '?')} with other settings{told}",
             hint=f"choose another run.name or run.dir, {back}or move the old directory away",
         )
-
-
-def _check_not_past(job: Job, run_dir: Path, changed: Sequence[tuple[str, Any, Any]]) -> None:
-    """Refuse a change of a setting that can have no effect any more."""
-    reasons = job.past(run_dir)
-    for key, was, have in changed:
-        if key in reasons:
-            raise RelaxError(
-                f"{key} was {_as_text(was)}, is {_as_text(have)}: it has no effect in this run any more",
-                why=reasons[key],
-                hint=f"set {key} back to {_as_text(was)}, or choose another run.name",
-            )
-
-
-def _describe_change(changed: tuple[str, Any, Any]) -> str:
-    key, was, have = changed
-    return f"{key} was {_as_text(was)}, is {_as_text(have)}"
 
 
 def _changed(path: Path, config: RunConfig) -> list[tuple[str, Any, Any]]:

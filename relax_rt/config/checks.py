@@ -11,7 +11,7 @@ from pathlib import Path
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RoleSettings, RunConfig, Table
-from relax_rt.transport.rpc.address import parse_address
+from relax_rt.transport.rpc.channel import parse_address
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 LISTEN: KeyPath = ("supervision", "nodes", "listen")

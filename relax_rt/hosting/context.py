@@ -1,4 +1,4 @@
-"""The host's implementation of a role's context: registry registry_lease, peers, server, events, metrics, progress."""
+"""The host's implementation of a role's context: registry lease, peers, server, events, metrics, progress."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
+import msgspec
 import structlog
 
 from relax_rt.actors.directory import Directory
@@ -37,6 +38,41 @@ PROGRESS_EVERY_S = 0.2
 HEARTBEAT_S = 1.0
 RETRY_S = 0.5
 FINISHED = "finished"
+
+
+class HostEnvironment(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent passed in environment variables."""
+
+    who: Incarnation
+    run_id: str
+    run_dir: Path
+    socket_dir: Path
+    shm_dir: Path
+    control_fd: int
+    agent_pid: int
+    target: str
+    has_registry: bool
+
+    @classmethod
+    def from_environment(cls) -> HostEnvironment:
+        """Read the RELAX_* variables; a host is never started by hand."""
+        env = os.environ
+        try:
+            return cls(
+                who=Incarnation(env["RELAX_SLOT"], int(env["RELAX_EPOCH"])),
+                run_id=env.get("RELAX_RUN") or env["RELAX_RUN_ID"],
+                run_dir=Path(env["RELAX_RUN_DIR"]),
+                socket_dir=Path(env["RELAX_SOCKET_DIR"]),
+                shm_dir=Path(env["RELAX_SHM_DIR"]),
+                control_fd=int(env["RELAX_CONTROL_FD"]),
+                agent_pid=int(env["RELAX_AGENT_PID"]),
+                target=env.get("RELAX_ROLE_TARGET", ""),
+                has_registry=env.get("RELAX_HAS_REGISTRY", "1") == "1",
+            )
+        except KeyError as error:
+            raise SystemExit(
+                f"relax_rt.hosting.host is started by `relax-rt up`, not by hand: {error} is not set"
+            ) from error
 
 
 class ProgressReporter:
@@ -97,21 +133,15 @@ class ProgressReporter:
             heartbeat_due = not self._changed.wait_for(
                 lambda: self._dirty, self._heartbeat_s if self._waiting else None
             )
-            if heartbeat_due and self._waiting and self._loop_answers():
-                return
-
-    def _loop_answers(self) -> bool:
-        """Whether the loop ran the last callback; schedules the next one."""
-        if self._loop is None:
-            return True
-        if not self._answered:
-            return False
-        self._answered = False
-        try:
-            self._loop.call_soon_threadsafe(self._answer)
-        except RuntimeError:
-            return False
-        return True
+            if heartbeat_due and self._waiting:
+                if self._loop is None:
+                    return
+                if self._answered:
+                    # The loop ran the last callback; the next heartbeat needs an answer to this one.
+                    self._answered = False
+                    with suppress(RuntimeError):
+                        self._loop.call_soon_threadsafe(self._answer)
+                        return
 
     def _answer(self) -> None:
         self._answered = True
@@ -145,28 +175,19 @@ class HostContext:
     """Implements relax_rt.interfaces.role.RoleContext."""
 
     def __init__(
-        self,
-        *,
-        config: RunConfig,
-        settings: RoleSettings,
-        who: Incarnation,
-        run_id: str,
-        run_dir: Path,
-        socket_dir: Path,
-        shm_dir: Path,
-        control: socket.socket,
-        has_registry: bool,
+        self, host: HostEnvironment, config: RunConfig, settings: RoleSettings, control: socket.socket
     ) -> None:
-        self.config, self.settings, self.who = config, settings, who
-        self.run_id, self.run_dir, self.shm_dir = run_id, run_dir, shm_dir
+        self.config, self.settings = config, settings
+        self.who, self.run_id, self.run_dir, self.shm_dir = host.who, host.run_id, host.run_dir, host.shm_dir
+        who, run_dir = self.who, self.run_dir
         self.spill_dir: Path | None = run_dir / "queue" / "spill"
         durable = config.queue.durability == "disk"
-        self.payload_dir = run_dir / "queue" / "payloads" if durable else shm_dir
+        self.payload_dir = run_dir / "queue" / "payloads" if durable else self.shm_dir
         if durable:
             self.payload_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._links = Links.from_environment()
         self._node_payloads = (
-            NodePayloads(shm_dir, who, self._links) if self._links and self._links.node != HEAD else None
+            NodePayloads(self.shm_dir, who, self._links) if self._links and self._links.node != HEAD else None
         )
         if self._node_payloads is not None:
             self.payload_dir, self.spill_dir = self._node_payloads.directory, None
@@ -180,18 +201,18 @@ class HostContext:
         self.policy_version = 0
         self.is_ready = False
         self.address = ""
-        self._socket_dir = socket_dir
+        self._socket_dir = host.socket_dir
         self._control = control
-        self._hello = make_hello(run_id, who)
+        self._hello = make_hello(self.run_id, who)
         self._clients: dict[str, Client] = {}
         self._server: Server | None = None
-        self._resolver = AddressResolver(socket_dir, self._hello) if self._links else None
+        self._resolver = AddressResolver(host.socket_dir, self._hello) if self._links else None
         self.remote = ""
         self._events = EventLog(run_dir, str(who))
         self._metrics = MetricsLog(run_dir, str(who))
         self.registry_lease: RegistryLease | None = None
-        if who.slot == REGISTRY_SLOT or not has_registry:
-            why = "this is the registry" if has_registry else "the run has no registry"
+        if who.slot == REGISTRY_SLOT or not host.has_registry:
+            why = "this is the registry" if host.has_registry else "the run has no registry"
             self.registry = cast(RegistryApi, _NoRegistry(why))
         else:
             self.registry = self._client(REGISTRY_SLOT).bind(RegistryApi, timeout_s=CALL_TIMEOUT_S)
@@ -281,14 +302,14 @@ class HostContext:
 
     def _client(self, slot: str) -> Client:
         if slot not in self._clients:
-            path = f"unix://{self._socket_dir / slot_file(slot, '.sock')}"
-            self._clients[slot] = self._remote_client(slot) if self._links else Client(path, self._hello)
+            if self._links is None or self._resolver is None:
+                client = Client(f"unix://{self._socket_dir / slot_file(slot, '.sock')}", self._hello)
+            else:
+                # A slot may move between nodes: its address is resolved before every connect.
+                find = functools.partial(self._resolver.resolve, slot)
+                client = Client(find, self._hello, curve=self._links.keys, slot=slot)
+            self._clients[slot] = client
         return self._clients[slot]
-
-    def _remote_client(self, slot: str) -> Client:
-        """A client of a slot that may move between nodes: its address is resolved before every connect."""
-        assert self._resolver is not None and self._links is not None
-        return Client(functools.partial(self._resolver.resolve, slot), self._hello, curve=self._links.keys, slot=slot)
 
     @property
     def node(self) -> str:

@@ -41,7 +41,7 @@ class Faults:
         except Exception as error:  # noqa: BLE001 the thread that listens to the agent must survive a failing fault
             self._failed(order.kind, str(error) or type(error).__name__)
 
-    def _begun(self, kind: str) -> None:
+    def _started(self, kind: str) -> None:
         self._tell("fault_started", {"order": kind})
 
     def _failed(self, kind: str, why: str) -> None:
@@ -51,64 +51,50 @@ class Faults:
     def _do(self, order: FaultMsg) -> None:
         match order.kind:
             case "hang_loop":
-                self._on_loop(order.kind, lambda: time.sleep(order.seconds))
+                if self._loop is None:
+                    self._failed(order.kind, "the role has no event loop yet")
+                    return
+
+                def hang() -> None:
+                    self._started(order.kind)
+                    time.sleep(order.seconds)
+
+                self._loop.call_soon_threadsafe(hang)
             case "hold_gil":
-                self._begun(order.kind)
-                _hold_gil(order.seconds)
+                self._started(order.kind)
+                # Sleep in native code while holding the GIL, as a faulty extension does. In one call: between two,
+                # another thread could take the GIL. usleep takes 32 bits.
+                libc = ctypes.PyDLL(None)
+                end = time.monotonic() + order.seconds
+                while (left := end - time.monotonic()) > 0:
+                    libc.usleep(ctypes.c_uint(min(int(left * 1e6) + 1, 4_000_000_000)))
             case "eat_memory":
-                threading.Thread(
-                    target=self._eat, args=(int(order.amount * MIB), order.seconds), name="relax-fault", daemon=True
-                ).start()
+                size = int(order.amount * MIB)
+                threading.Thread(target=self._eat, args=(size, order.seconds), name="relax-fault", daemon=True).start()
             case "clock_jump":
                 _shift_wall_clock(order.amount)
-                self._later(order.seconds, lambda: _shift_wall_clock(-order.amount))
-                self._begun(order.kind)
+                timer = threading.Timer(order.seconds, lambda: _shift_wall_clock(-order.amount))
+                timer.daemon = True
+                timer.start()
+                self._started(order.kind)
             case "delay":
                 impair(delay_s=order.amount, for_s=order.seconds)
-                self._begun(order.kind)
+                self._started(order.kind)
             case "partition":
                 impair(drop=1.0, for_s=order.seconds)
-                self._begun(order.kind)
-
-    def _on_loop(self, kind: str, work: Callable[[], None]) -> None:
-        if self._loop is None:
-            self._failed(kind, "the role has no event loop yet")
-            return
-
-        def begin() -> None:
-            self._begun(kind)
-            work()
-
-        self._loop.call_soon_threadsafe(begin)
-
-    def _later(self, seconds: float, work: Callable[[], None]) -> None:
-        timer = threading.Timer(seconds, work)
-        timer.daemon = True
-        timer.start()
+                self._started(order.kind)
 
     def _eat(self, size: int, seconds: float) -> None:
         """Allocate memory page by page, hold it for `seconds`, and free it."""
         try:
-            self._hoard(size, seconds)
+            with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+                # Before the first page: the process may be killed for the memory that it takes.
+                self._started("eat_memory")
+                for start in range(0, size, mmap.PAGESIZE):
+                    memory[start] = 1
+                time.sleep(seconds)
         except (OSError, ValueError, OverflowError) as error:
             self._failed("eat_memory", str(error))
-
-    def _hoard(self, size: int, seconds: float) -> None:
-        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-            # Before the first page: the process may be killed for the memory that it takes.
-            self._begun("eat_memory")
-            for start in range(0, size, mmap.PAGESIZE):
-                memory[start] = 1
-            time.sleep(seconds)
-
-
-def _hold_gil(seconds: float) -> None:
-    """Sleep in native code while holding the GIL, as a faulty extension does."""
-    libc = ctypes.PyDLL(None)
-    end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        # In one call: between two, another thread could take the GIL. usleep takes 32 bits.
-        libc.usleep(ctypes.c_uint(min(int(left * 1e6) + 1, 4_000_000_000)))
 
 
 _wall_clock = (time.time, time.time_ns)

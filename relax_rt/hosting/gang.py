@@ -17,8 +17,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-import msgspec
-
+from relax_rt.supervision.executor import GangOrder
 from relax_rt.transport.rpc.errors import RelaxError
 
 if TYPE_CHECKING:
@@ -31,25 +30,8 @@ _serving: list[TCPStore] = []
 """Rank 0's store, served until the process ends."""
 
 
-class Gang(msgspec.Struct, frozen=True, kw_only=True):
-    """This process's rank in its gang.
-
-    Attributes:
-        generation: grows with each start of the gang.
-        rank, world_size: among all ranks.
-        local_rank, local_world_size: among those on this node.
-        master_addr, master_port: where the store is served.
-        key: prefix of every key in the store, different in each generation.
-    """
-
-    generation: int
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    master_addr: str
-    master_port: int
-    key: str = ""
+class Gang(GangOrder, frozen=True, kw_only=True):
+    """This process's rank in its gang."""
 
     @classmethod
     def here(cls, env: Mapping[str, str] = os.environ) -> Gang:

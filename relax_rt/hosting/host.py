@@ -16,7 +16,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -25,11 +24,11 @@ import uvloop
 
 from relax_rt.config.loader import read_resolved, role_settings
 from relax_rt.config.target import TargetError
-from relax_rt.hosting.context import FINISHED, HostContext
+from relax_rt.hosting.context import FINISHED, HostContext, HostEnvironment
 from relax_rt.hosting.faults import Faults
 from relax_rt.hosting.gang import Gang
-from relax_rt.interfaces.loading import load_role, role_target
-from relax_rt.interfaces.role import Role
+from relax_rt.interfaces.agent import Kind
+from relax_rt.interfaces.role import Role, load_role, role_target
 from relax_rt.observe.events import EventLog
 from relax_rt.observe.logs import setup_logging
 from relax_rt.process import procfs
@@ -48,10 +47,9 @@ from relax_rt.supervision.channel import (
     decode_to_role,
     send_now,
 )
-from relax_rt.supervision.diagnosis import FailureReport, Kind, cause_of, classify_exception
+from relax_rt.supervision.diagnosis import FailureReport, cause_of, classify_exception
 from relax_rt.supervision.rundir import RESOLVED_CONFIG
 from relax_rt.transport.rpc.errors import RelaxError
-from relax_rt.transport.rpc.identity import Incarnation
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_CONFIG, EXIT_ORPHANED = 0, 1, 2, 70
 TRACE_BYTES = 16_000
@@ -60,41 +58,6 @@ CANCEL_S = 3.0
 """Time for cancelled tasks to end, and for the threads of a role that failed."""
 CLOSE_S = 5.0
 """Time for leaving the registry and closing connections; after that they end with the process."""
-
-
-class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent passed in the environment."""
-
-    who: Incarnation
-    run_id: str
-    run_dir: Path
-    socket_dir: Path
-    shm_dir: Path
-    control_fd: int
-    agent_pid: int
-    target: str
-    has_registry: bool
-
-    @classmethod
-    def from_environment(cls) -> HostSettings:
-        """Read the RELAX_* variables; a host is never started by hand."""
-        env = os.environ
-        try:
-            return cls(
-                who=Incarnation(env["RELAX_SLOT"], int(env["RELAX_EPOCH"])),
-                run_id=env.get("RELAX_RUN") or env["RELAX_RUN_ID"],
-                run_dir=Path(env["RELAX_RUN_DIR"]),
-                socket_dir=Path(env["RELAX_SOCKET_DIR"]),
-                shm_dir=Path(env["RELAX_SHM_DIR"]),
-                control_fd=int(env["RELAX_CONTROL_FD"]),
-                agent_pid=int(env["RELAX_AGENT_PID"]),
-                target=env.get("RELAX_ROLE_TARGET", ""),
-                has_registry=env.get("RELAX_HAS_REGISTRY", "1") == "1",
-            )
-        except KeyError as error:
-            raise SystemExit(
-                f"relax_rt.hosting.host is started by `relax-rt up`, not by hand: {error} is not set"
-            ) from error
 
 
 class Lifeline:
@@ -149,7 +112,7 @@ def wait_as_spare() -> int:
     Returns:
         0 when a slot was assigned, else the exit code.
     """
-    host = HostSettings.from_environment()
+    host = HostEnvironment.from_environment()
     control = _tie_to_agent(host)
     setup_logging(os.environ.get("RELAX_LOG_LEVEL", "info"))
     try:
@@ -185,7 +148,7 @@ def main() -> int:
     """Run the role that the environment names; returns the exit code."""
     if os.environ.get("RELAX_SPARE") and (code := wait_as_spare()):
         return code
-    host = HostSettings.from_environment()
+    host = HostEnvironment.from_environment()
     control = _tie_to_agent(host)
     setup_logging(os.environ.get("RELAX_LOG_LEVEL", "info"))
 
@@ -209,17 +172,7 @@ def main() -> int:
         return _fail(control, "config", error, EXIT_CONFIG)
 
     async def run() -> bool:
-        ctx = HostContext(
-            config=config,
-            settings=settings,
-            who=host.who,
-            run_id=host.run_id,
-            run_dir=host.run_dir,
-            socket_dir=host.socket_dir,
-            shm_dir=host.shm_dir,
-            control=control,
-            has_registry=host.has_registry,
-        )
+        ctx = HostContext(host, config, settings, control)
         random.seed(ctx.seed)
         loop = asyncio.get_running_loop()
         faults.follow(loop)
@@ -283,7 +236,7 @@ async def _threads_left() -> bool:
     return not ending.done()
 
 
-def _tie_to_agent(host: HostSettings) -> socket.socket:
+def _tie_to_agent(host: HostEnvironment) -> socket.socket:
     if not procfs.die_with_parent(host.agent_pid):
         os._exit(EXIT_ORPHANED)
     faulthandler.enable(all_threads=True)
@@ -335,19 +288,15 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
         finally:
             for watch in watches:
                 watch.cancel()
-            await _close_context(ctx, end, failure)
+            try:
+                await _within("its connections' close", ctx.close(end), CLOSE_S)
+            except TimeoutError:
+                ctx.log.warning("connections did not close in time: they end with the process", limit_s=CLOSE_S)
+            except Exception as error:
+                if failure is None:
+                    raise
+                failure.add_note(f"its connections' close failed as well: {type(error).__name__}: {error}")
     return set_up
-
-
-async def _close_context(ctx: HostContext, end: str, failure: Exception | None) -> None:
-    try:
-        await _within("its connections' close", ctx.close(end), CLOSE_S)
-    except TimeoutError:
-        ctx.log.warning("connections did not close in time: they end with the process", limit_s=CLOSE_S)
-    except Exception as error:
-        if failure is None:
-            raise
-        failure.add_note(f"its connections' close failed as well: {type(error).__name__}: {error}")
 
 
 class LiveProbeFailed(RelaxError):

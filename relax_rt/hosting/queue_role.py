@@ -14,7 +14,7 @@ from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.queue.ledger.failures import REPORT_EVERY_S
 from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.weights.manifest import STAGE_DIR, StageApi
-from relax_rt.transport.weights.stage_server import stage_server
+from relax_rt.transport.weights.stream import stage_server
 
 METRICS_EVERY_S = 2.0
 REPORTED = ("by_state", "outstanding", "bound", "payload_bytes", "refused_stale")
@@ -39,8 +39,15 @@ class QueueRole(Role):
     async def setup(self) -> None:
         """Recover the ledger from the journal in the run directory and offer it."""
         ctx, table = self.ctx, self.ctx.config.queue
-        self.payloads = await self._serve_payloads()
-        self.weights = await self._serve_weights()
+        self.payloads: PayloadServer | None = None
+        self.weights: PayloadServer | None = None
+        if (links := Links.from_environment()) is not None:
+            self.payloads = PayloadServer(ctx.payload_dir, ctx.spill_dir, keys=links.keys)
+            await self.payloads.listen(links.listen)
+            # The newest weights are served here, as this role outlives a trainer: an engine on another node gets them
+            # while no trainer is there.
+            self.weights = stage_server(ctx.shm_dir / STAGE_DIR, links.keys)
+            await self.weights.listen(links.listen)
         self.broker = Broker(
             ctx.run_dir / "queue",
             ctx.payload_dir,
@@ -65,23 +72,6 @@ class QueueRole(Role):
         await self.broker.open()
         ctx.serve(QueueApi, self.broker)
         ctx.serve(StageApi, Stage(self.weights.address if self.weights is not None else ""))
-
-    async def _serve_payloads(self) -> PayloadServer | None:
-        """Give the payloads of this node out to other nodes, if the run has any."""
-        if (links := Links.from_environment()) is None:
-            return None
-        server = PayloadServer(self.ctx.payload_dir, self.ctx.spill_dir, keys=links.keys)
-        await server.listen(links.listen)
-        return server
-
-    async def _serve_weights(self) -> PayloadServer | None:
-        """Give the newest weights out to other nodes. Here, as this role outlives a trainer: an engine elsewhere gets
-        them while no trainer is there."""
-        if (links := Links.from_environment()) is None:
-            return None
-        server = stage_server(self.ctx.shm_dir / STAGE_DIR, links.keys)
-        await server.listen(links.listen)
-        return server
 
     def _notify(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "members_lost":

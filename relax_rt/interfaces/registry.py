@@ -15,7 +15,7 @@ REGISTRY_SLOT, QUEUE_SLOT = "registry/0", "queue/0"
 SLOT_STATES = ("starting", "ready", "draining", "lapsed", "gone")
 
 
-class Ended(msgspec.Struct, frozen=True):
+class IncarnationEnd(msgspec.Struct, frozen=True):
     """How an incarnation ended."""
 
     epoch: int
@@ -47,7 +47,7 @@ class Member(msgspec.Struct, frozen=True):
     progress: int = 0
     detail: str = ""
     revision: int = 0
-    before: Ended | None = None
+    before: IncarnationEnd | None = None
     node: str = ""
     remote: str = ""
 

@@ -1,15 +1,17 @@
-"""What a role is: a class that the host process runs in a slot, and the context it is given."""
+"""What a role is: a class that the host process runs in a slot, the context it is given, and how it is found."""
 
 from __future__ import annotations
 
 import asyncio
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-import msgspec
 from structlog.typing import FilteringBoundLogger
 
+from relax_rt.config.loader import ROLE_GROUP
 from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.config.target import TargetError, load_target
 from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.rpc.identity import Incarnation
@@ -149,8 +151,31 @@ class Role:
         """Release what setup took."""
 
 
-class RoleInfo(msgspec.Struct, frozen=True):
-    """What the agent reads from a role's entry point without importing the role."""
+def role_target(kind: str, target: str | None = None) -> str:
+    """Return where a kind of role is implemented: the target given, else that of the installed package that offers it.
 
-    kind: str
-    target: str
+    Raises:
+        TargetError: no package offers it and no target is given.
+    """
+    if target:
+        return target
+    known = {entry.name: entry.value for entry in entry_points(group=ROLE_GROUP)}
+    if kind not in known:
+        raise TargetError(
+            f"no role is called {kind!r}",
+            why=f"installed packages offer: {', '.join(sorted(known)) or 'nothing'}",
+            hint='install the package that offers it, or give roles.<name>.target = "file.py:Class"',
+        )
+    return known[kind]
+
+
+def load_role(target: str) -> type[Role]:
+    """Import a role class: ``package.module:Class`` or ``/path/file.py:Class``.
+
+    Raises:
+        TargetError: it cannot be imported, or names something that is no role.
+    """
+    found = load_target(target)
+    if not (isinstance(found, type) and issubclass(found, Role)):
+        raise TargetError(f"{target} is not a subclass of relax_rt.interfaces.role.Role")
+    return found

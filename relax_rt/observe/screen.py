@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relax_rt.config.job import Pacing
+from relax_rt.interfaces.agent import RunStatus, SlotStatus
 from relax_rt.observe.events import CURRENT
 from relax_rt.observe.headline import SPARK, Column, Headline, Value
 from relax_rt.observe.metrics import METRICS, Tail
@@ -51,52 +52,6 @@ STATUS_STYLE = {"running": "bold green", "starting": "bold yellow", "draining": 
 TONE_STYLE = {"good": "green", "warning": "yellow", "error": "red"}
 
 
-class SlotLike(Protocol):
-    """State of one slot, as in the agent's `SlotStatus`."""
-
-    @property
-    def slot(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def pid(self) -> int: ...
-    @property
-    def restarts(self) -> int: ...
-    @property
-    def uptime_s(self) -> float: ...
-    @property
-    def state_s(self) -> float: ...
-    @property
-    def detail(self) -> str: ...
-    @property
-    def waiting(self) -> str: ...
-    @property
-    def kill_latest_s(self) -> float | None: ...
-    @property
-    def last(self) -> Any: ...
-
-
-class StatusLike(Protocol):
-    """State of the run, as in the agent's `RunStatus`."""
-
-    @property
-    def run_id(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def run_dir(self) -> str: ...
-    @property
-    def status(self) -> str: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def uptime_s(self) -> float: ...
-    @property
-    def slots(self) -> Sequence[SlotLike]: ...
-
-
 class Board:
     """Newest state of a run, and the lines that report it one after the other.
 
@@ -111,14 +66,14 @@ class Board:
         self.headline = headline
         self.clock = clock
         self.began = clock() if began is None else began
-        self.status: StatusLike | None = None
+        self.status: RunStatus | None = None
         self.notes: deque[Note] = deque(maxlen=NOTES)
         self._story, self._starts = Story(), Starts()
         self._started: deque[str] = deque(maxlen=MAX_LINES)
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
         self._told = ""
 
-    def take_status(self, status: StatusLike) -> None:
+    def take_status(self, status: RunStatus) -> None:
         """Process the agent's newest status."""
         self.status = status
         if status.status != self._told:
@@ -181,7 +136,7 @@ class Board:
         self._lines.append(f"{clock_time(t)} {text}")
 
 
-def _away(slot: SlotLike) -> str:
+def _away(slot: SlotStatus) -> str:
     """A slot that is not ready: its state, for how long, what it does, and when it is killed."""
     since = f" for {duration(slot.state_s)}" if slot.state_s else ""
     most = f", killed in {duration(slot.kill_latest_s)} at the latest" if slot.kill_latest_s is not None else ""
@@ -214,7 +169,7 @@ def render(board: Board, width: int, height: int) -> RenderableType:
     return Padding(Group(*parts), (0, 1))
 
 
-def _title(status: StatusLike, width: int) -> Text:
+def _title(status: RunStatus, width: int) -> Text:
     head = Text.assemble(
         (status.name, "bold"),
         "  ",
@@ -282,7 +237,7 @@ def _values(row: Sequence[tuple[Value, str]]) -> RenderableType:
     return table
 
 
-def _slots(slots: Sequence[SlotLike], versions: dict[str, int], width: int, room: int) -> RenderableType:
+def _slots(slots: Sequence[SlotStatus], versions: dict[str, int], width: int, room: int) -> RenderableType:
     wide = width >= WIDE
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bright_black", width=width)
     table.add_column("slot", no_wrap=True)
@@ -302,11 +257,11 @@ def _slots(slots: Sequence[SlotLike], versions: dict[str, int], width: int, room
     return table
 
 
-def _fold(slots: Sequence[SlotLike], room: int) -> list[list[SlotLike]]:
+def _fold(slots: Sequence[SlotStatus], room: int) -> list[list[SlotStatus]]:
     """One row a slot; if they do not fit, the ready slots of a kind share a row, so that failures stay visible."""
     if len(slots) <= room:
         return [[slot] for slot in slots]
-    rows: list[list[SlotLike]] = []
+    rows: list[list[SlotStatus]] = []
     for (_, ready), alike in groupby(slots, key=lambda s: (s.kind, s.state == "ready")):
         members = list(alike)
         rows += [members] if ready else [[slot] for slot in members]
@@ -318,7 +273,7 @@ def _fold(slots: Sequence[SlotLike], room: int) -> list[list[SlotLike]]:
     return [row for row in rows if id(row) in keep]
 
 
-def _row(members: Sequence[SlotLike], versions: dict[str, int], wide: bool) -> list[Text]:
+def _row(members: Sequence[SlotStatus], versions: dict[str, int], wide: bool) -> list[Text]:
     first = members[0]
     name = first.slot if len(members) == 1 else f"{first.kind} ×{len(members)}"
     known = sorted({versions[slot.slot] for slot in members if slot.slot in versions})
@@ -337,7 +292,7 @@ def _row(members: Sequence[SlotLike], versions: dict[str, int], wide: bool) -> l
     ]
 
 
-def _doing(members: Sequence[SlotLike]) -> Text:
+def _doing(members: Sequence[SlotStatus]) -> Text:
     for slot in members:
         if slot.state not in ("ready", "starting", "requested") and slot.last is not None and slot.last.failed:
             return Text(clip(f"{slot.last.kind}: {slot.last.cause}", 200), "red")
@@ -390,7 +345,7 @@ class Screen:
         self._starts = starts
         self._metrics = Tail(run_dir / METRICS, last_bytes=LOOK_BACK_BYTES)
         self._events = Tail(run_dir / "events" / CURRENT, last_bytes=LOOK_BACK_BYTES)
-        self._status: StatusLike | None = None
+        self._status: RunStatus | None = None
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._drawing: Live | None = None
@@ -399,7 +354,7 @@ class Screen:
         self._broken = False
         self._thread: threading.Thread | None = None
 
-    def update(self, status: StatusLike) -> None:
+    def update(self, status: RunStatus) -> None:
         """Show this status. Returns at once; the first call starts the screen."""
         self._status = status
         if self._thread is None and not self._closing.is_set():

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -76,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         stderr=subprocess.STDOUT,
         env=environment,
         start_new_session=True,
-        preexec_fn=_die_with_guard,
+        preexec_fn=partial(procfs.prctl, procfs.PR_SET_PDEATHSIG, signal.SIGKILL),
     )
     shared = SharedMemory((*SHM_PREFIXES, *options.shm_prefix))
     try:
@@ -88,10 +89,6 @@ def main(argv: list[str] | None = None) -> int:
         return status
     finally:
         end_all(shared)
-
-
-def _die_with_guard() -> None:
-    procfs.prctl(procfs.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class RotatingLog:
@@ -189,8 +186,13 @@ class SharedMemory:
         self._prefixes = prefixes
         self._segments: set[tuple[int, int]] = set()
         """Device and inode of each."""
-        self.created = _watch_creations()
+        libc = ctypes.CDLL(None, use_errno=True)
+        self.created: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         """A descriptor that is readable once a file was created in /dev/shm; -1: the kernel has none to give."""
+        mask = IN_CREATE | IN_MOVED_TO
+        if self.created >= 0 and libc.inotify_add_watch(self.created, os.fsencode(SHM_ROOT), mask) < 0:
+            os.close(self.created)
+            self.created = -1
 
     def scan(self) -> set[int]:
         """Record what all descendants have mapped; return those that are no resource trackers."""
@@ -219,15 +221,6 @@ class SharedMemory:
                 found = path.lstat()
                 if path.name.startswith(self._prefixes) and (found.st_dev, found.st_ino) in self._segments:
                     path.unlink()
-
-
-def _watch_creations() -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    descriptor: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-    if descriptor >= 0 and libc.inotify_add_watch(descriptor, os.fsencode(SHM_ROOT), IN_CREATE | IN_MOVED_TO) < 0:
-        os.close(descriptor)
-        return -1
-    return descriptor
 
 
 def is_tracker(pid: int) -> bool:

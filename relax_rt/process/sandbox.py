@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from relax_rt.process import bubblewrap, sandbox_layout
+from relax_rt.process import sandbox_layout
 from relax_rt.transport.rpc.errors import RelaxError
 
 PACKAGE = Path(__file__).parents[1]
@@ -36,6 +36,10 @@ REPORT_BYTES = 64 << 20
 KILL_S = 15.0
 """Time for a guard to kill everything below it; after that it is killed itself."""
 DIR_PREFIX = "/tmp/relax-sandbox-"
+BUBBLEWRAP = "bwrap"
+BUBBLEWRAP_OPTIONS = ("--disable-userns", "--size", "--as-pid-1")
+"""bubblewrap has all of these from 0.8 on."""
+BUBBLEWRAP_HELP_S = 10.0
 LIMIT_MESSAGES = {
     "time": "it did not end within {wall_s:g} s",
     "processes": "it had more than {processes} processes",
@@ -209,7 +213,7 @@ class Sandbox:
         }
         outer = guard_command()
         if self.mode.backend == "bubblewrap":
-            outer = bubblewrap.argv(shown, limits.disk_mib, outer)
+            outer = bubblewrap_argv(shown, limits.disk_mib, outer)
         async with start_guard(order, argv=outer) as process:
             try:
                 async with asyncio.timeout(limits.wall_s + GRACE_S):
@@ -253,7 +257,7 @@ async def probe(command: Sequence[str] = ()) -> SandboxMode:
             f"running {command[0]} in a sandbox", why=f"no such program in {sandbox_layout.command_path()}", hint=hint
         )
     failed = []
-    if lacking := await asyncio.to_thread(bubblewrap.why_not):
+    if lacking := await asyncio.to_thread(bubblewrap_missing):
         failed.append(lacking)
     else:
         try:
@@ -314,7 +318,7 @@ def advice(machine: Path = Path("/")) -> str:
     """
     settings = {name: _setting(machine, name) for name in FORBIDDING}
     wanted = [f"sysctl -w {name}={value}" for name, value in FORBIDDING.items() if settings[name] in WRONG[name]]
-    if settings["kernel.apparmor_restrict_unprivileged_userns"] == "1" and shutil.which(bubblewrap.PROGRAM) is None:
+    if settings["kernel.apparmor_restrict_unprivileged_userns"] == "1" and shutil.which(BUBBLEWRAP) is None:
         wanted.insert(0, "install bubblewrap 0.8 or newer, which AppArmor lets make namespaces")
     ways = " or ".join(wanted) or (
         "permit namespaces of users, processes, mounts and networks (docker run --privileged, or a seccomp profile "
@@ -394,6 +398,53 @@ async def _guard_stderr(process: asyncio.subprocess.Process) -> str:
     return "".join(said.decode(errors="replace").strip().splitlines()[-1:])[:500]
 
 
-def leftover_dirs() -> list[str]:
-    """Return the folders of sandboxes (those with limits only) on this machine; for tests."""
-    return [str(path) for path in Path(DIR_PREFIX).parent.glob(Path(DIR_PREFIX).name + "*") if os.access(path, os.F_OK)]
+def bubblewrap_missing() -> str:
+    """Return why bubblewrap cannot be used here; empty if it is to be tried."""
+    path = shutil.which(BUBBLEWRAP)
+    if path is None:
+        return "bubblewrap is not installed"
+    try:
+        done = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=BUBBLEWRAP_HELP_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{path}: {error}"
+    lacking = [option for option in BUBBLEWRAP_OPTIONS if option not in done.stdout + done.stderr]
+    return f"{path} is older than 0.8: it has no {lacking[0]}" if lacking else ""
+
+
+def bubblewrap_argv(shown: sandbox_layout.ExposedPaths, disk_mib: int, inside: Sequence[str]) -> list[str]:
+    """Return the command line that runs `inside` as process 1 of the same root as `sandbox_setup.own_root` makes.
+
+    bubblewrap makes namespaces where this process may not: installed with its AppArmor profile or set-uid. The guard
+    runs inside and keeps the limits, so both kinds of sandbox are limited by the same code. Root gets no user
+    namespace: the guard runs the program as user nobody and mounts /proc itself, because the /proc of bubblewrap has a
+    read-only /proc/sys, where the guard forbids further user namespaces.
+    """
+    words = [BUBBLEWRAP, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    words += ["--die-with-parent", "--as-pid-1"]
+    words += [word for path in ("/proc/_", "/etc/_", "/dev/shm") for word in _make_parents(path)]
+    if os.geteuid() != 0:
+        words += ["--unshare-user", "--disable-userns", "--proc", "/proc"]
+    for path in (*sandbox_layout.SYSTEM, *(one for one in shown.folders if not sandbox_layout.is_late(one))):
+        if path in sandbox_layout.SYSTEM and Path(path).is_symlink():
+            words += ["--symlink", str(Path(path).readlink()), path]
+        else:
+            words += [*_make_parents(path), "--ro-bind-try", path, path]
+    for name in sandbox_layout.ETC:
+        words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    for name in sandbox_layout.DEVICES:
+        words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    for name, target in sandbox_layout.LINKS.items():
+        words += ["--symlink", target, f"/dev/{name}"]
+    for path in sandbox_layout.WRITABLE:
+        words += ["--perms", "1777", "--size", str(disk_mib << 20), "--tmpfs", path]
+    for path in filter(sandbox_layout.is_late, shown.folders):
+        words += [*_make_parents(path), "--ro-bind-try", path, path]
+    for path, target in shown.links:
+        words += [*_make_parents(path), "--symlink", target, path]
+    return [*words, "--remount-ro", "/", "--chdir", "/", "--", *inside]
+
+
+def _make_parents(path: str) -> list[str]:
+    """Options that make the folders above a path; bubblewrap would close them to all but root."""
+    above = [str(part) for part in reversed(Path(path).parents)][1:]
+    return [word for part in above for word in ("--perms", "0755", "--dir", part)]

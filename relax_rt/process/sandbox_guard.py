@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from relax_rt.process import procfs, sandbox_layout, sandbox_setup, syscalls
+from relax_rt.process import procfs, sandbox_layout, sandbox_setup
 
 CONTROL, REPORT = 0, 1
 TICK_S = 0.05
@@ -103,7 +103,7 @@ def _namespaces(order: dict[str, Any]) -> int:
 
 def _init_process(order: dict[str, Any], life: int) -> int:
     try:
-        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+        procfs.prctl(procfs.PR_SET_PDEATHSIG, signal.SIGKILL)
         if order["kind"] == "code":
             sandbox_setup.own_root(sandbox_layout.ExposedPaths(*order["shown"]), order["limits"]["disk_mib"])
             if os.geteuid() != 0:
@@ -112,7 +112,7 @@ def _init_process(order: dict[str, Any], life: int) -> int:
         else:
             sandbox_setup.mount_own_proc()
             folder = order["folder"]
-        syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
+        procfs.prctl(sandbox_setup.PR_SET_DUMPABLE, 0)
         return Watch(order, folder, _all_but_us, _kill_all_but_us, alone=True, ends=(CONTROL, life)).run()
     except OSError as error:
         _report({"refused": str(error)})
@@ -120,12 +120,12 @@ def _init_process(order: dict[str, Any], life: int) -> int:
 
 
 def _in_bubblewrap(order: dict[str, Any]) -> int:
-    """Run as pid 1 of the namespaces that bubblewrap created (see bubblewrap.argv)."""
+    """Run as pid 1 of the namespaces that bubblewrap created (see sandbox.bubblewrap_argv)."""
     if os.getpid() != 1:
         raise OSError("bubblewrap gave the guard no process namespace")
     if os.geteuid() == 0:
         sandbox_setup.mount_proc()
-    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
+    procfs.prctl(sandbox_setup.PR_SET_DUMPABLE, 0)
     return Watch(order, sandbox_layout.HOME, _all_but_us, _kill_all_but_us, alone=True, ends=(CONTROL,)).run()
 
 
@@ -152,18 +152,17 @@ def _limits(order: dict[str, Any]) -> int:
     folder = tempfile.mkdtemp(prefix=order["prefix"]) if own else order["folder"]
     try:
         Path(folder).chmod(0o777) if own else None
-        return Watch(order, folder, _below, _kill_below, alone=False, ends=(CONTROL,)).run()
+        return Watch(
+            order,
+            folder,
+            lambda: list(procfs.descendants(os.getpid())),
+            lambda: procfs.kill_descendants(PATIENCE_S),
+            alone=False,
+            ends=(CONTROL,),
+        ).run()
     finally:
         if own:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _below() -> list[int]:
-    return list(procfs.descendants(os.getpid()))
-
-
-def _kill_below() -> None:
-    procfs.kill_descendants(PATIENCE_S)
 
 
 class _PathClosed(Exception):
@@ -175,7 +174,8 @@ class _PathClosed(Exception):
 
     def __init__(self, path: str) -> None:
         mode = stat.S_IMODE(os.lstat(path).st_mode)
-        super().__init__(f"{path} (mode {mode:04o}) is closed to {_user()}, as whom sandboxed programs run")
+        user = "nobody" if os.geteuid() == sandbox_setup.NOBODY else os.geteuid()
+        super().__init__(f"{path} (mode {mode:04o}) is closed to user {user}, as whom sandboxed programs run")
         self.path = path
 
 
@@ -224,7 +224,8 @@ class Watch:
         while not reason and status is None:
             ready = {fd for fd, _ in self.poller.poll(TICK_S * 1000 * (4 if self.worker else 1))}
             for fd in ready & self.names.keys():
-                reason = self._listen(fd) or reason
+                self._drain(fd)
+                reason = self._too_much() or reason
             if any(fd in ready and not os.read(fd, 1 << 12) for fd in self.ends):
                 reason = "unwanted"
             status = self._reap(program)
@@ -237,7 +238,9 @@ class Watch:
                 pass
         reason = reason or self._too_much()
         if reason != "unwanted":
-            self._report_end(reason, status, time.monotonic() - began)
+            code = None if status is None else os.waitstatus_to_exitcode(status)
+            output = {name: base64.b64encode(text).decode() for name, text in self.texts.items()}
+            _report({"ended": reason, "code": code, "seconds": round(time.monotonic() - began, 4), **output})
         return 0
 
     def _start(self) -> int | None:
@@ -353,12 +356,11 @@ class Watch:
         if not self.alone:
             return "disk" if _held(self.folder) > self.limits["disk_mib"] * MIB else ""
         # bubblewrap cannot bound the files of a file system in memory, and each takes the kernel's memory.
-        return "files" if any(_files(path) > sandbox_layout.INODES for path in sandbox_layout.WRITABLE) else ""
-
-    def _listen(self, fd: int) -> str:
-        """Read output; return "output" if there is too much of it."""
-        self._drain(fd)
-        return self._too_much()
+        for path in sandbox_layout.WRITABLE:
+            found = os.statvfs(path)
+            if found.f_files - found.f_ffree > sandbox_layout.INODES:
+                return "files"
+        return ""
 
     def _too_much(self) -> str:
         return "output" if not self.worker and self._room() < 0 else ""
@@ -399,11 +401,6 @@ class Watch:
         except OSError:
             return  # the log is closed
 
-    def _report_end(self, reason: str, status: int | None, seconds: float) -> None:
-        code = None if status is None else os.waitstatus_to_exitcode(status)
-        said = {name: base64.b64encode(text).decode() for name, text in self.texts.items()}
-        _report({"ended": reason, "code": code, "seconds": round(seconds, 4), **said})
-
 
 def _tasks_of(user: int) -> int:
     """Count the processes and threads of a user on this machine."""
@@ -425,17 +422,6 @@ def _own_bytes(pid: int) -> int:
     except (OSError, ValueError):
         return 0
     return (int(resident) - int(shared)) * PAGE
-
-
-def _files(path: str) -> int:
-    """Count the files of a file system."""
-
-    found = os.statvfs(path)
-    return found.f_files - found.f_ffree
-
-
-def _user() -> str:
-    return f"user {'nobody' if os.geteuid() == sandbox_setup.NOBODY else os.geteuid()}"
 
 
 def _held(folder: str) -> int:

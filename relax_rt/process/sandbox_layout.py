@@ -1,7 +1,7 @@
 """File system of a sandbox: system folders and what the program's interpreter needs, read-only.
 
-Used by both ways of making a sandbox's root (`sandbox_setup.own_root` and `bubblewrap.argv`). Standard library only:
-the guard imports it.
+Used by both ways of making a sandbox's root (`sandbox_setup.own_root` and `sandbox.bubblewrap_argv`). Standard library
+only: the guard imports it.
 """
 
 from __future__ import annotations

@@ -1,18 +1,35 @@
-"""Give up rights and set limits before a sandboxed program starts. Standard library only."""
+"""Namespaces, root, rights and limits of a sandbox, set up before its program starts.
+
+Standard library only: the guard imports it and must start fast.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import resource
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from relax_rt.process import sandbox_layout, syscalls
+from relax_rt.process import procfs, sandbox_layout
 from relax_rt.process.sandbox_layout import HOME
 
 NOBODY = 65534
 OLD = "/old"
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x0002_0000, 0x0400_0000, 0x0800_0000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x1000_0000, 0x2000_0000, 0x4000_0000
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MS_SLAVE = 2, 4, 4096, 16384, 1 << 18, 1 << 19
+MNT_DETACH = 2
+PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38
+AT_FDCWD, AT_RECURSIVE = -100, 0x8000
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 1, 2
+MOUNT_SETATTR = 442
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+CAPABILITY_VERSION = 0x2008_0522
+CAPABILITIES = 64
+"""More than there are: those that do not exist are refused, and that is the end of them."""
 
 
 def enter_namespaces(kind: str) -> None:
@@ -20,14 +37,14 @@ def enter_namespaces(kind: str) -> None:
 
     An ordinary user gets a user namespace first, in which that is allowed.
     """
-    flags = syscalls.CLONE_NEWPID | syscalls.CLONE_NEWNS
+    flags = CLONE_NEWPID | CLONE_NEWNS
     if kind == "code":
-        flags |= syscalls.CLONE_NEWNET | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS
+        flags |= CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
     user, group = os.geteuid(), os.getegid()
     if user == 0:
-        syscalls.unshare(flags)
+        unshare(flags)
         return
-    syscalls.unshare(flags | syscalls.CLONE_NEWUSER)
+    unshare(flags | CLONE_NEWUSER)
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
@@ -35,22 +52,22 @@ def enter_namespaces(kind: str) -> None:
 
 def mount_own_proc() -> None:
     """Show this namespace's processes in /proc, and no others."""
-    syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
+    mount("none", "/", None, MS_REC | MS_SLAVE)
     mount_proc()
 
 
 def mount_proc() -> None:
     """Mount /proc of this process's namespace."""
-    syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV)
+    mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
 
 
 def own_root(shown: sandbox_layout.ExposedPaths, disk_mib: int) -> None:
     """Create a root of system folders and those that the program needs, read-only, with a small writable /tmp."""
     os.umask(0o022)
-    syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
-    syscalls.mount("tmpfs", HOME, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=0755,size=1m")
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    mount("tmpfs", HOME, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m")
     Path(HOME + OLD).mkdir()
-    syscalls.pivot_root(HOME, HOME + OLD)
+    pivot_root(HOME, HOME + OLD)
     os.chdir("/")
     for name in ("/proc", "/tmp", "/dev", "/dev/shm", "/etc"):
         Path(name).mkdir()
@@ -65,18 +82,18 @@ def own_root(shown: sandbox_layout.ExposedPaths, disk_mib: int) -> None:
     for name, target in sandbox_layout.LINKS.items():
         Path("/dev", name).symlink_to(target)
     _link(one for one in shown.links if not sandbox_layout.is_late(one[0]))
-    syscalls.make_read_only("/")
+    make_read_only("/")
     # While the old one is there to be seen: an unprivileged proc is only granted beside it.
     mount_proc()
     for path in sandbox_layout.WRITABLE:
         size = f"size={disk_mib}m,nr_inodes={sandbox_layout.INODES}"
-        syscalls.mount("tmpfs", path, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, f"mode=1777,{size}")
+        mount("tmpfs", path, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,{size}")
     for path in late:
         _show(path)
         if Path(path).exists():
-            syscalls.make_read_only(path)
+            make_read_only(path)
     _link(one for one in shown.links if sandbox_layout.is_late(one[0]))
-    syscalls.detach(OLD)
+    detach(OLD)
 
 
 def _show(path: str) -> None:
@@ -92,7 +109,7 @@ def _show(path: str) -> None:
         target.mkdir(exist_ok=True)
     else:
         target.touch()
-    syscalls.mount(str(source), path, None, syscalls.MS_BIND | syscalls.MS_REC)
+    mount(str(source), path, None, MS_BIND | MS_REC)
 
 
 def _link(links: Iterable[tuple[str, str]]) -> None:
@@ -121,22 +138,22 @@ def drop_rights(as_nobody: bool, *, alone: bool) -> None:
     if as_nobody:
         os.setgroups([])
         if alone:
-            for number in range(syscalls.CAPABILITIES):
+            for number in range(CAPABILITIES):
                 try:
-                    syscalls.prctl(syscalls.PR_CAPBSET_DROP, number)
+                    procfs.prctl(PR_CAPBSET_DROP, number)
                 except OSError:
                     break
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
         if alone:
             try:
-                syscalls.unshare(syscalls.CLONE_NEWUSER)
+                unshare(CLONE_NEWUSER)
             except OSError:
                 pass  # the guard counts processes as well
             else:
                 forbid_user_namespaces()
-    syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
-    syscalls.drop_capabilities()
+    procfs.prctl(PR_SET_NO_NEW_PRIVS, 1)
+    drop_capabilities()
 
 
 def set_rlimits(limits: Mapping[str, Any]) -> None:
@@ -166,3 +183,68 @@ def set_rlimits(limits: Mapping[str, Any]) -> None:
 
 def _times(value: int | None, unit: int) -> int | None:
     return None if value is None else value * unit
+
+
+# System calls. Each raises OSError with the call's name in its text.
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _MountAttr(ctypes.Structure):
+    _fields_ = (
+        ("attr_set", ctypes.c_uint64),
+        ("attr_clr", ctypes.c_uint64),
+        ("propagation", ctypes.c_uint64),
+        ("userns_fd", ctypes.c_uint64),
+    )
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def unshare(flags: int) -> None:
+    """unshare(2)."""
+    _check(_libc.unshare(flags), "unshare")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    """mount(2)."""
+    kind_ = None if kind is None else kind.encode()
+    result = _libc.mount(source.encode(), target.encode(), kind_, ctypes.c_ulong(flags), data.encode() or None)
+    _check(result, f"mount {target}")
+
+
+def detach(target: str) -> None:
+    """Take a mount and all below it away."""
+    _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
+
+
+def pivot_root(new: str, old: str) -> None:
+    """Make a mount the root; the root before it lies at `old` then."""
+    number = PIVOT_ROOT.get(platform.machine())
+    if number is None:
+        raise OSError(f"pivot_root: not known on {platform.machine()}")
+    _check(_libc.syscall(number, new.encode(), old.encode()), "pivot_root")
+
+
+def make_read_only(path: str) -> None:
+    """The mount at a path and all below it: read-only, and set-uid bits without effect."""
+    wanted = _MountAttr(attr_set=MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID)
+    size = ctypes.c_size_t(ctypes.sizeof(wanted))
+    _check(
+        _libc.syscall(MOUNT_SETATTR, AT_FDCWD, path.encode(), AT_RECURSIVE, ctypes.byref(wanted), size), "mount_setattr"
+    )
+
+
+def drop_capabilities() -> None:
+    """Give up all of them, for programs run later too, whoever runs them."""
+    for number in range(CAPABILITIES):
+        try:
+            procfs.prctl(PR_CAPBSET_DROP, number)
+        except OSError:
+            break
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+    _check(_libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())), "capset")

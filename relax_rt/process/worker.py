@@ -1,4 +1,4 @@
-"""The child's side of a worker process: its framed link to the pool (worker_pool.py), and its end with its parent."""
+"""The child's side of a worker process: its framed link to the pool (worker_pool.py)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-
-from relax_rt.process import procfs
 
 LENGTH = struct.Struct("<I")
 MAX_REQUEST_BYTES = 256 << 20
@@ -74,17 +72,3 @@ class WorkerLink:
                 return None
             data += part
         return bytes(data)
-
-
-def end_with_parent() -> None:
-    """Kill this process when its parent ends: by PDEATHSIG, and by polling, as the parent may have ended before."""
-    parent = os.getppid()
-    procfs.die_with_parent(parent)
-
-    def watch() -> None:
-        pause = threading.Event()
-        while os.getppid() == parent:
-            pause.wait(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -276,10 +276,8 @@ class WorkerPool(Generic[W]):
             RelaxError: one cannot be started.
         """
         async with self._filling:
-            alive = self.alive
-            self.replaced += len(self.workers) - len(alive)
-            self.workers = alive
-            missing = (self._size if count is None else count) - len(alive)
+            self._forget_dead()
+            missing = (self._size if count is None else count) - len(self.workers)
             for result in await asyncio.gather(*(self._start() for _ in range(missing)), return_exceptions=True):
                 if isinstance(result, BaseException):
                     raise result
@@ -318,18 +316,21 @@ class WorkerPool(Generic[W]):
         async with self._places:
             while self._idle and self._idle[-1].ended:
                 self._idle.pop()
-            worker = self._idle.pop() if self._idle else await self._start_one()
+            if self._idle:
+                worker = self._idle.pop()
+            else:
+                self._forget_dead()
+                worker = await self._start()
             try:
                 yield worker
             finally:
                 if not worker.ended:
                     self._idle.append(worker)
 
-    async def _start_one(self) -> W:
+    def _forget_dead(self) -> None:
         alive = self.alive
         self.replaced += len(self.workers) - len(alive)
         self.workers = alive
-        return await self._start()
 
     async def close(self, why: str = "the pool was closed") -> None:
         """Kill all workers and what they started."""

@@ -25,6 +25,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -126,14 +127,9 @@ ToZygote = PreloadMsg | ForkMsg
 FromZygote = LoadedMsg | PreloadedMsg | UnsafeMsg | ForkedMsg | RefusedMsg
 
 encode = msgspec.json.Encoder().encode
-_to_zygote: msgspec.json.Decoder[ToZygote] = msgspec.json.Decoder(ToZygote)
-_from_zygote: msgspec.json.Decoder[FromZygote] = msgspec.json.Decoder(FromZygote)
-
-
-def decode_from_zygote(packet: bytes) -> FromZygote:
-    """Raises msgspec.DecodeError on anything else."""
-    return _from_zygote.decode(packet)
-
+decode_to_zygote = msgspec.json.Decoder(ToZygote).decode
+decode_from_zygote = msgspec.json.Decoder(FromZygote).decode
+"""Both raise msgspec.DecodeError on anything else."""
 
 # What makes a fork unsafe.
 
@@ -142,7 +138,11 @@ def fork_hazard() -> str:
     """Return why a fork is not safe in this process now, or empty."""
     threads = list(Path("/proc/self/task").iterdir())
     if len(threads) != 1:
-        names = [_text(thread / "comm") for thread in threads if thread.name != str(os.getpid())]
+        names = []
+        for thread in threads:
+            if thread.name != str(os.getpid()):
+                with suppress(OSError):  # it has ended since
+                    names.append((thread / "comm").read_text().strip())
         return f"{len(threads)} threads ({', '.join(sorted(names))})"
     if asyncio._get_running_loop() is not None:
         return "an event loop is running"
@@ -166,13 +166,6 @@ def _cuda_in_use() -> str:
         if target.startswith("/dev/nvidia"):
             return f"the CUDA driver is in use ({target} is open)"
     return ""
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return "gone"
 
 
 def leaked_context() -> str:
@@ -208,7 +201,7 @@ class Zygote:
         if not packet:
             os._exit(0)
         try:
-            match _to_zygote.decode(packet):
+            match decode_to_zygote(packet):
                 case PreloadMsg() as wanted:
                     self._preload(wanted)
                 case ForkMsg() as order:

@@ -91,7 +91,7 @@ class ForkRequest(NamedTuple):
     limits: ProcessLimits = ProcessLimits()
 
 
-class Spawn(Protocol):
+class SpawnProcess(Protocol):
     """Starts a process from a thread that outlives it, as its PR_SET_PDEATHSIG needs."""
 
     def __call__(
@@ -431,7 +431,7 @@ class ZygotePool:
 
     def __init__(
         self,
-        spawn: Spawn,
+        spawn: SpawnProcess,
         environment: Callable[[dict[str, str]], dict[str, str]],
         log: Path,
         emit: EmitEvent,

@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,20 +19,20 @@ import uvloop
 
 from relax_rt.config.job import absent_kinds, finished, stall_after_s
 from relax_rt.config.schema import RunConfig
+from relax_rt.interfaces.agent import AgentApi, Diagnosis, Kind, NodeStatus, RunStatus, WhereApi
 from relax_rt.observe.events import EventLog
 from relax_rt.process import procfs
-from relax_rt.supervision.api import AgentApi, NodeStatus, RunStatus, SlotStatus, WhereApi
-from relax_rt.supervision.diagnosis import Diagnosis, Kind
 from relax_rt.supervision.executor import (
     Executor,
     GangOrder,
+    InjectFault,
     Nodes,
     PendingStart,
     PendingStarts,
     StartOrder,
     gang_orders,
 )
-from relax_rt.supervision.local import KeeperWatch, LocalExecutor, unspawned
+from relax_rt.supervision.local import LocalExecutor, failure_of, unspawned
 from relax_rt.supervision.placement import Placer
 from relax_rt.supervision.plan import RolePlan, check_count
 from relax_rt.supervision.protocol import (
@@ -66,7 +65,6 @@ from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import Server, make_hello
 
 TICK_S = 0.1
-HOUSEKEEPING_S = 1.0
 STATE_EVERY_S = 0.25
 MIB = 1 << 20
 
@@ -134,7 +132,6 @@ class Agent:
             stall_after_s(config),
             finished(config),
         )
-        self._keeper = KeeperWatch(paths, self._local, self._events.emit)
         self._keeper_pid = keeper_pid
         self._starts = PendingStarts()
         self._preparing: dict[PendingStart, asyncio.Task[list[tuple[Executor, StartOrder]]]] = {}
@@ -157,10 +154,14 @@ class Agent:
         procfs.become_subreaper()
         self.paths.own(os.getpid())
         self._write_status(agent=owner_of(os.getpid()))
-        self._install_signals(loop)
+        loop.add_signal_handler(signal.SIGINT, self._interrupted)
+        for number, reason in ((signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "the terminal was closed")):
+            loop.add_signal_handler(number, self._stop, reason, 128 + number)
+        # Some servers send it to their parent when they fail; their orphans become children of this subreaper.
+        loop.add_signal_handler(signal.SIGQUIT, lambda: self._log.warning("SIGQUIT does not end a run; use `down`"))
         self._local.prepare()
         if self._keeper_pid:
-            self._keeper.watch(self._keeper_pid)
+            self._local.watch_keeper(self._keeper_pid)
         server = Server(make_hello(self.paths.run_id, Incarnation(AGENT_SLOT, 0)))
         server.offer(AgentApi, self)
         server.offer(WhereApi, self)
@@ -177,11 +178,11 @@ class Agent:
         )
         background = [
             asyncio.create_task(self._tick(), name="the clock"),
-            asyncio.create_task(self._housekeeping(), name="housekeeping"),
+            asyncio.create_task(self._local.keep_house(self._events), name="housekeeping"),
             asyncio.create_task(self._show(), name="the screen"),
         ]
         for task in background:
-            task.add_done_callback(self._background_ended)
+            task.add_done_callback(self._end_if_failed)
         self.post(RunStarted())
         try:
             done = await self._done
@@ -214,7 +215,6 @@ class Agent:
             self._tick_earlier.set()
 
     def on_event(self, event: Event) -> None:
-        """Take an event of an executor."""
         if isinstance(event, SlotSpawned):
             self._processes[event.slot] = LiveProcess(time.monotonic())
         elif isinstance(event, SlotReady) and event.slot in self._processes:
@@ -239,7 +239,6 @@ class Agent:
         self._fleet.put(slot, remote)
 
     def on_gone(self, slot: str, epoch: int, reason: str) -> None:
-        """Take the loss of a process with its node."""
         self._system.report_exit(Incarnation(slot, epoch), f"node_lost: {reason}")
 
     def _carry_out(self, action: Action) -> None:
@@ -252,13 +251,13 @@ class Agent:
                 if executor := self._executor_or_call_off(
                     unspawned(slot, 0, "clean", "called off before it was started")
                 ):
-                    executor.stop(slot)
+                    executor.carry_out(action)
             case Kill(slot=slot, kind=kind, reason=reason):
                 if executor := self._executor_or_call_off(unspawned(slot, 0, kind, reason)):
-                    executor.kill(slot, kind, reason)
+                    executor.carry_out(action)
             case DumpStacks(slot=slot):
                 if executor := self._executor(slot):
-                    executor.dump_stacks(slot)
+                    executor.carry_out(action)
             case Emit(kind=kind, fields=fields):
                 self._events.emit(kind, **fields)
                 self._log.info(kind, **{k: v for k, v in fields.items() if k != "diagnosis"})
@@ -285,7 +284,7 @@ class Agent:
         epochs = [await self._system.issue_epoch(start.slot) for start in starts]
         ranks = [None] * len(starts) if gang is None else await self._open_rendezvous(gang)
         orders = [
-            StartOrder(slot=start.slot, epoch=epoch, node=start.node, devices=list(start.devices), gang=rank)
+            StartOrder(slot=start.slot, epoch=epoch, node=start.node, devices=start.devices, gang=rank)
             for start, epoch, rank in zip(starts, epochs, ranks, strict=True)
         ]
         return [(self._living_executor(order.node), order) for order in orders]
@@ -307,7 +306,7 @@ class Agent:
             orders = {order.slot: (executor, order) for executor, order in task.result()}
             for slot, _ in self._starts.settle(attempt):
                 executor, order = orders[slot]
-                executor.start(order)
+                executor.carry_out(order)
             return
         # on_event may decide the next start of this slot, or call off another slot of this attempt, before it returns.
         # `settle` looks up each slot at its turn, so both are seen.
@@ -345,16 +344,6 @@ class Agent:
 
     # Requests: signals, and the interface on agent.sock.
 
-    def _install_signals(self, loop: asyncio.AbstractEventLoop) -> None:
-        def stop_on(number: int, reason: str) -> None:
-            loop.add_signal_handler(number, lambda: self._stop(reason, 128 + number))
-
-        loop.add_signal_handler(signal.SIGINT, self._interrupted)
-        stop_on(signal.SIGTERM, "SIGTERM")
-        stop_on(signal.SIGHUP, "the terminal was closed")
-        # Some servers send it to their parent when they fail; their orphans become children of this subreaper.
-        loop.add_signal_handler(signal.SIGQUIT, lambda: self._log.warning("SIGQUIT does not end a run; use `down`"))
-
     def _interrupted(self) -> None:
         self._interrupts += 1
         if self._interrupts == 1:
@@ -371,21 +360,17 @@ class Agent:
         self.post(KillRequested(reason, exit_code))
 
     async def stop(self, reason: str) -> None:
-        """Drain the run."""
         self._stop(reason or "stop requested")
 
     async def kill(self, reason: str) -> None:
-        """End every role now."""
         self._kill(reason or "kill requested")
 
     async def restart(self, slot: str) -> None:
-        """Restart a slot or a role, or open a drained node again."""
         if any(node.node == slot and node.state == "leaving" for node in await self.nodes()):
             raise Refused(f"cannot restart {slot!r}", why="the node is leaving", hint="let it join again")
         self.post(RestartRequested(slot))
 
     async def scale(self, kind: str, count: int) -> None:
-        """Change the number of a role's slots."""
         counts = self._supervisor.counts
         if counts.get(kind, count) != count and kind in self._plans and self._supervisor.can_scale(kind):
             cores = sum(node.cores for node in self._placer.nodes)
@@ -393,34 +378,42 @@ class Agent:
         self.post(ScaleRequested(kind, count))
 
     async def drain(self, what: str) -> None:
-        """Drain a slot, a role or a node."""
         self.post(DrainRequested(what))
 
     async def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
-        """Inject a fault into a role."""
         if not self.config.supervision.chaos:
             raise Refused(f"cannot inject {fault} into {slot}", why="the run has [supervision] chaos = false")
         if (executor := self._executor(slot)) is None or slot not in self._processes:
             raise Refused(f"cannot inject {fault} into {slot}", why="the slot has no process now")
-        executor.inject(slot, fault, seconds, amount)
+        executor.carry_out(InjectFault(slot, fault, seconds, amount))
 
     async def where(self, slot: str) -> str:
-        """Return the address at which a process of this node reaches the slot."""
         here = self._placed.get(slot, self._local.node) == self._local.node
         return f"unix://{self.paths.socket_dir / slot_file(slot, '.sock')}" if here else self._fleet.where(slot)
 
     # Status.
 
     async def status(self) -> RunStatus:
-        """Return every slot and the state of the run."""
         return self._run_status()
 
     async def nodes(self) -> list[NodeStatus]:
-        """Return every node of the run."""
         return self._node_statuses()
 
     def _run_status(self, done: RunDone | None = None) -> RunStatus:
         now = time.monotonic()
+        slots = []
+        for slot in self._supervisor.view(now):
+            process = self._processes.get(slot.slot) or LiveProcess(now)
+            slots.append(
+                msgspec.structs.replace(
+                    slot,
+                    uptime_s=now - process.began,
+                    ready_s=process.ready_s,
+                    address=process.address,
+                    log=self._fleet.log(slot.node, slot.slot) or str(self.paths.log(slot.slot)),
+                    policy_version=self._system.policy_versions.get(slot.slot, -1),
+                )
+            )
         return RunStatus(
             run_id=self.paths.run_id,
             name=self.config.run.name,
@@ -429,7 +422,7 @@ class Agent:
             reason=self._supervisor.draining,
             agent_pid=os.getpid(),
             uptime_s=now - self._began,
-            slots=[self._with_process(slot, now) for slot in self._supervisor.view(now)],
+            slots=slots,
             exit_code=done.exit_code if done else None,
             diagnosis=done.diagnosis if done else None,
             first=done.first if done else None,
@@ -445,17 +438,6 @@ class Agent:
             else node
             for node in found
         ]
-
-    def _with_process(self, slot: SlotStatus, now: float) -> SlotStatus:
-        process = self._processes.get(slot.slot) or LiveProcess(now)
-        return msgspec.structs.replace(
-            slot,
-            uptime_s=now - process.began,
-            ready_s=process.ready_s,
-            address=process.address,
-            log=self._fleet.log(slot.node, slot.slot) or str(self.paths.log(slot.slot)),
-            policy_version=self._system.policy_versions.get(slot.slot, -1),
-        )
 
     def _write_status(self, status: str = "", **fields: Any) -> None:
         self._status = status or self._status
@@ -478,15 +460,6 @@ class Agent:
             except TimeoutError:
                 self.post(Tick())
 
-    async def _housekeeping(self) -> None:
-        while True:
-            await asyncio.sleep(HOUSEKEEPING_S)
-            await self._local.housekeep()
-            try:
-                await asyncio.to_thread(self._events.rotate)
-            except OSError as error:
-                self._log.error("the event log cannot be rotated", error=str(error))
-
     async def _show(self) -> None:
         while self._on_state is not None:
             self._notify_observer(self._run_status())
@@ -501,14 +474,9 @@ class Agent:
             self._log.exception("the observer of the run's state failed; it is not called again")
             self._on_state = None
 
-    def _background_ended(self, task: asyncio.Task[None]) -> None:
-        """End the run: without its clock or its housekeeping an agent would only seem to watch over its roles."""
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        fault = f"{task.get_name()} has failed: {type(error).__name__}: {error}"
-        self._log.error("supervisor fault", error=fault, exc_info=error)
-        self._events.emit("supervisor_fault", error=fault, trace="".join(traceback.format_exception(error)))
-        self.post(KillRequested(f"fault of the supervisor: {fault}"))
+    def _end_if_failed(self, task: asyncio.Task[None]) -> None:
+        if fault := failure_of(task, self._events):
+            self.post(KillRequested(f"fault of the supervisor: {fault}"))
 
     async def _close(self, server: Server, done: RunDone) -> None:
         status = self._end_asked or ("finished" if done.exit_code == 0 else "failed")
@@ -516,7 +484,6 @@ class Agent:
             status = "failed"
         await self._system.close()
         await server.close()
-        self._keeper.close()
         await self._fleet.close(done.exit_code, done.reason)
         await self._local.close()
         self.paths.remove_private()

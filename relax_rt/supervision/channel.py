@@ -91,24 +91,14 @@ class AssignMsg(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", tag="a
 
 ToRole = StopMsg | DumpStacksMsg | FaultMsg | AssignMsg
 
-_encoder = msgspec.json.Encoder()
-_from_role: msgspec.json.Decoder[FromRole] = msgspec.json.Decoder(FromRole)
-_to_role: msgspec.json.Decoder[ToRole] = msgspec.json.Decoder(ToRole)
+decode_from_role = msgspec.json.Decoder(FromRole).decode
+decode_to_role = msgspec.json.Decoder(ToRole).decode
+"""Both raise msgspec.DecodeError on anything else."""
 
 
 def encode(message: FromRole | ToRole) -> bytes:
     """Return a message as one packet."""
-    return _encoder.encode(message) + b"\n"
-
-
-def decode_from_role(packet: bytes) -> FromRole:
-    """Raises msgspec.DecodeError on anything else."""
-    return _from_role.decode(packet)
-
-
-def decode_to_role(packet: bytes) -> ToRole:
-    """Raises msgspec.DecodeError on anything else."""
-    return _to_role.decode(packet)
+    return msgspec.json.encode(message) + b"\n"
 
 
 def send_now(end: socket.socket, message: FromRole | ToRole, flags: int = 0) -> bool:

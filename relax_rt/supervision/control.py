@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from relax_rt.config.version import RUN_FORMAT, VERSION
-from relax_rt.supervision.api import AgentApi, NodeStatus, RunStatus
+from relax_rt.interfaces.agent import AgentApi, NodeStatus, RunStatus
 from relax_rt.supervision.rundir import RUNNING, RunPaths, owner_lives, read_run
 from relax_rt.transport.rpc.errors import RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from relax_rt.process import procfs
@@ -41,6 +43,15 @@ class DeviceProcess(NamedTuple):
 
 AskDevice = Callable[[str], Awaitable[list[DeviceProcess]]]
 """Who holds memory of the device of this name (as in CUDA_VISIBLE_DEVICES); raises DeviceQueryFailed."""
+
+
+def count_gpus() -> int:
+    """Return the number of NVIDIA devices, or as many of them as CUDA_VISIBLE_DEVICES lets through. Loads no driver."""
+    present = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(present)
+    return min(len(present), len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
 
 
 def device_names(numbers: Sequence[int], visible: str | None) -> list[str]:
@@ -160,8 +171,3 @@ class DeviceGate:
                     hint="see nvidia-smi; a reset of the device, or of the driver, may be needed",
                 )
             await asyncio.sleep(ASK_EVERY_S)
-
-
-def outer_devices() -> str | None:
-    """Return CUDA_VISIBLE_DEVICES of this process."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sysconfig
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,38 +13,16 @@ from typing import Literal
 import msgspec
 
 from relax_rt.config.problems import BadInput
+from relax_rt.interfaces.agent import TAIL_LINES, TRACE_LINES, Diagnosis, Kind
 from relax_rt.transport.rpc.errors import GivenUp, RelaxError
-
-Kind = Literal[
-    "clean",
-    "killed",
-    "oom",
-    "exception",
-    "import_error",
-    "config",
-    "given_up",
-    "hang",
-    "cuda",
-    "node_lost",
-    "unknown",
-]
 
 OwnKill = Literal["killed", "hang", "oom"]
 """Why the runtime itself kills a process."""
 
-TAIL_LINES = 20
-TRACE_LINES = 30
-CAUSE_PREFIX = 80
-"""Characters by which a repeated cause is recognised."""
-
 _CUDA = re.compile(r"CUDA error|CUDA out of memory|cudaError|CUBLAS_STATUS|CUDNN_STATUS|NCCL error|ncclUnhandled", re.I)
 _EXCEPTION_LINE = re.compile(
-    r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|ExitFacts|Died|Refused|Unreachable))(?:: (.*))?$"
+    r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Died|Refused|Unreachable))(?:: (.*))?$"
 )
-_FRAME = re.compile(r'^  File "([^"]+)", line \d+')
-RUNTIME = f"{Path(__file__).parents[1]}/"
-PACKAGES = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib"))
-STDLIB = f"{sysconfig.get_path('stdlib')}/"
 _OOM_LINE = re.compile(r"(?:out of memory|oom.kill)[^\n]*?\b(?:process |pid=)(\d+)\b", re.I)
 KILLS_REMEMBERED = 256
 _SIGNAL_CAUSE = {
@@ -63,85 +40,6 @@ class FailureReport(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     cause: str
     trace: str = ""
-
-
-class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """Why one incarnation ended.
-
-    Attributes:
-        slot, epoch, pid: which process (pid 0: it was never spawned).
-        kind: the class of the cause.
-        cause: the cause in one line.
-        signal: name of the signal that ended it, or empty.
-        exit_code: its exit status, None when a signal ended it.
-        last_lines: end of its log, if it failed.
-        trace: tail of the traceback, if it raised.
-        at: wall-clock time of the exit in seconds; the smallest of several is the first failure.
-    """
-
-    slot: str
-    epoch: int
-    kind: Kind
-    cause: str
-    pid: int = 0
-    signal: str = ""
-    exit_code: int | None = None
-    last_lines: list[str] = []
-    trace: str = ""
-    at: float = 0.0
-
-    @property
-    def failed(self) -> bool:
-        """True unless it ended in good order."""
-        return self.kind != "clean"
-
-    @property
-    def final(self) -> bool:
-        """Whether the role itself reported that another start would end in the same way."""
-        return self.kind in ("config", "given_up")
-
-    def evidence(self, trace_lines: int = TRACE_LINES, log_lines: int = TAIL_LINES) -> list[str]:
-        """Return the end of its traceback, else of its log, without lines that only repeat the cause.
-
-        A role that ended because of its input or a limit explains itself in the cause: of its traceback only the lines
-        of the user's own code remain.
-        """
-        if self.final:
-            trace = _user_frames(self.trace)
-        else:
-            trace = [line for line in self.trace.splitlines() if not self._repeats(line)]
-        return trace[-trace_lines:] or self.last_lines[-log_lines:]
-
-    def _repeats(self, line: str) -> bool:
-        """Return whether a line is the cause, alone or behind the name of an exception."""
-        start = self.cause[:CAUSE_PREFIX]
-        return bool(start) and (line.startswith(start) or line.partition(": ")[2].startswith(start))
-
-    def __str__(self) -> str:
-        return f"{self.slot}#{self.epoch} {self.kind}: {self.cause}"
-
-
-def _user_frames(trace: str) -> list[str]:
-    """Return the frames of a traceback that are the user's code, with their source lines.
-
-    The runtime and the standard library are left out. Installed packages are left out if any other frame remains: a
-    user may have installed the code of a reward or an environment.
-    """
-    frames: list[tuple[str, list[str]]] = []
-    inside = False
-    for line in trace.splitlines():
-        if frame := _FRAME.match(line):
-            path = frame[1]
-            # Paths within compiled modules are relative.
-            inside = path.startswith("/") and not path.startswith(RUNTIME)
-            inside = inside and (path.startswith(PACKAGES) or not path.startswith(STDLIB))
-            frames += [(path, [line])] if inside else []
-        elif inside and line.startswith("    "):
-            frames[-1][1].append(line)
-        else:
-            inside = False
-    own = [lines for path, lines in frames if not path.startswith(PACKAGES)]
-    return [line for lines in own or [lines for _, lines in frames] for line in lines]
 
 
 class ExitFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,21 +1,20 @@
 """Interfaces between the supervisor's decisions and processes: orders, executors (one a node), pending starts, nodes.
 
-local.py implements Executor for this node, cluster/nodes/remote.py for others, cluster/nodes/fleet.py Nodes.
+local.py implements Executor for this node, cluster/nodes/fleet.py implements it for others, and Nodes.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from relax_rt.supervision.api import NodeStatus
-from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.interfaces.agent import Diagnosis, NodeStatus
 from relax_rt.supervision.placement import Node
 from relax_rt.supervision.plan import RolePlan
-from relax_rt.supervision.protocol import Event, StartGang
+from relax_rt.supervision.protocol import DumpStacks, Event, Kill, NodeMessage, StartGang, Stop
 
 
 class GangOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +38,7 @@ class GangOrder(msgspec.Struct, frozen=True, kw_only=True):
     key: str
 
 
-class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
+class StartOrder(NodeMessage, frozen=True, kw_only=True):
     """One process to start: all that another node needs to know besides the run's config.
 
     Attributes:
@@ -52,8 +51,20 @@ class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
     slot: str
     epoch: int
     node: str = ""
-    devices: list[int] = []
+    devices: tuple[int, ...] = ()
     gang: GangOrder | None = None
+
+
+class InjectFault(NodeMessage, frozen=True):
+    """Inject a fault into a role, see channel.FaultMsg."""
+
+    slot: str
+    fault: str
+    seconds: float
+    amount: float
+
+
+SlotOrder = StartOrder | Stop | Kill | DumpStacks | InjectFault
 
 
 class GangRendezvous(NamedTuple):
@@ -152,29 +163,17 @@ class Executor(Protocol):
 
     Results are events: of a start SlotSpawned and later one SlotExited, or SlotExited alone when no process was
     started; of everything else the SlotExited of the process. Orders for a slot without a process are ignored: the
-    supervisor repeats them when it learns of the process. Methods neither wait nor raise, except as documented.
+    supervisor repeats them when it learns of the process.
     """
 
     node: str
     """Its name; empty is the head's own node in a run of one node."""
 
-    def start(self, order: StartOrder) -> None:
-        """Start a process."""
-
-    def stop(self, slot: str) -> None:
-        """Ask the slot's role to finish."""
-
-    def kill(self, slot: str, kind: Literal["killed", "hang"], reason: str) -> None:
-        """SIGKILL the slot's process group; kind and reason go into the diagnosis of the exit."""
-
-    def dump_stacks(self, slot: str) -> None:
-        """Have the stacks of all its threads written to its log."""
-
-    def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
-        """Inject a fault into a role.
+    def carry_out(self, order: SlotOrder) -> None:
+        """Carry out an order.
 
         Raises:
-            Refused: there is no such fault, or the slot has no process.
+            Refused: a fault cannot be injected: there is no such fault, or the slot has no process.
         """
 
     async def rendezvous(self, slot: str, generation: int) -> GangRendezvous:
@@ -215,7 +214,7 @@ class HeadAgent(Protocol):
 
 
 class Nodes(Protocol):
-    """The nodes of a run: the head's own and those that joined. See relax_rt.cluster.nodes.fleet.Fleet."""
+    """The nodes of a run: the head's own and those that joined. See relax_rt.cluster.nodes.fleet.NodeFleet."""
 
     here: Node
     """The head's own node; its name is empty in a run of one node."""

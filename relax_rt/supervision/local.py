@@ -8,19 +8,20 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import cast, get_args
 
 import msgspec
 import structlog
 
 from relax_rt.config.loader import SYSTEM_ROLES
 from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.interfaces.agent import Diagnosis, Kind
+from relax_rt.observe.events import EventLog
 from relax_rt.process import procfs
 from relax_rt.process.child import rotate_log, watch_exit
 from relax_rt.process.limits import ProcessLimits
@@ -34,17 +35,35 @@ from relax_rt.supervision.channel import (
     ProgressMsg,
     ReadyMsg,
 )
-from relax_rt.supervision.devices import DeviceGate, device_environment, outer_devices
-from relax_rt.supervision.diagnosis import Diagnosis, Kind
-from relax_rt.supervision.executor import EmitEvent, GangOrder, GangRendezvous, OnAddress, OnEvent, StartOrder
+from relax_rt.supervision.devices import DeviceGate, device_environment
+from relax_rt.supervision.executor import (
+    EmitEvent,
+    GangOrder,
+    GangRendezvous,
+    InjectFault,
+    OnAddress,
+    OnEvent,
+    SlotOrder,
+    StartOrder,
+)
 from relax_rt.supervision.plan import RolePlan
-from relax_rt.supervision.protocol import SlotExited, SlotFinished, SlotProgress, SlotReady, SlotSpawned
-from relax_rt.supervision.role_process import Launch, RoleProcess, host_argv, role_environment
+from relax_rt.supervision.protocol import (
+    DumpStacks,
+    Kill,
+    SlotExited,
+    SlotFinished,
+    SlotProgress,
+    SlotReady,
+    SlotSpawned,
+    Stop,
+)
+from relax_rt.supervision.role_process import HOST_MODULE, Launch, RoleProcess, role_environment
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths
 from relax_rt.supervision.spawner import RoleSpawner, SpareSpec
 from relax_rt.transport.rpc.errors import Refused
 
 MIB = 1 << 20
+HOUSEKEEPING_S = 1.0
 RENDEZVOUS_TIMEOUT_S = 60.0
 """Close a gang's socket if its rank 0 has not been ordered by then."""
 SPARES_WITHOUT_SLOT_S = 10.0
@@ -86,11 +105,12 @@ class LocalExecutor:
         self._on_event, self._on_address, self._emit = on_event, on_address, emit
         self._log = structlog.get_logger()
         self._spawner = RoleSpawner(emit)
-        self._gate = DeviceGate(emit, visible=outer_devices())
+        self._gate = DeviceGate(emit, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._processes: dict[str, RoleProcess] = {}
         self._starts: dict[str, asyncio.Task[None]] = {}
         self._listeners: dict[str, socket.socket] = {}
-        self._helpers: set[int] = set()
+        self._keepers: set[int] = set()
+        self._starting_keeper: asyncio.Task[None] | None = None
         self._vacant: dict[str, float] = {}
 
     def prepare(self) -> None:
@@ -116,41 +136,28 @@ class LocalExecutor:
         """Return whether a process of the slot lives here."""
         return slot in self._processes
 
-    def start(self, order: StartOrder) -> None:
-        """Start a process."""
-        self._starts[order.slot] = asyncio.create_task(self._start(order))
-
-    def stop(self, slot: str) -> None:
-        """Ask the slot's role to finish."""
-        if slot in self._processes:
-            self._processes[slot].stop()
-
-    def kill(self, slot: str, kind: Literal["killed", "hang"], reason: str) -> None:
-        """SIGKILL the slot's process group."""
-        if slot in self._processes:
-            self._processes[slot].kill(kind, reason)
-
-    def dump_stacks(self, slot: str) -> None:
-        """Have the stacks of all threads written to the role's log."""
-        if slot in self._processes:
-            self._processes[slot].dump_stacks()
-
-    def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
-        """Inject a fault into a role.
-
-        Raises:
-            Refused: there is no such fault, or the slot has no process.
-        """
-        what = f"cannot inject {fault} into {slot}"
-        if fault not in get_args(FaultKind):
-            raise Refused(what, why="there is no such fault", hint=f"faults: {', '.join(get_args(FaultKind))}")
-        if slot not in self._processes:
-            raise Refused(what, why="it has no process now")
-        if not self._processes[slot].inject(FaultMsg(cast(FaultKind, fault), seconds, amount)):
-            raise Refused(what, why="its control channel is full or closed")
+    def carry_out(self, order: SlotOrder) -> None:
+        slot = order.slot
+        process = self._processes.get(slot)
+        match order:
+            case StartOrder():
+                self._starts[slot] = asyncio.create_task(self._start(order))
+            case Stop() if process is not None:
+                process.stop()
+            case Kill(kind=kind, reason=reason) if process is not None:
+                process.kill(kind, reason)
+            case DumpStacks() if process is not None:
+                process.dump_stacks()
+            case InjectFault(fault=fault, seconds=seconds, amount=amount):
+                what = f"cannot inject {fault} into {slot}"
+                if fault not in get_args(FaultKind):
+                    raise Refused(what, why="there is no such fault", hint=f"faults: {', '.join(get_args(FaultKind))}")
+                if process is None:
+                    raise Refused(what, why="it has no process now")
+                if not process.inject(FaultMsg(cast(FaultKind, fault), seconds, amount)):
+                    raise Refused(what, why="its control channel is full or closed")
 
     async def rendezvous(self, slot: str, generation: int) -> GangRendezvous:
-        """Bind the socket that the gang's next rank 0 serves on."""
         self._close_listener(slot)
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listener = socket.create_server((self._host, 0), family=family, backlog=1024)
@@ -159,19 +166,16 @@ class LocalExecutor:
         return GangRendezvous(self._host, listener.getsockname()[1])
 
     async def close(self) -> list[int]:
-        """End all roles; the keeper's successor lives on.
-
-        Returns:
-            Processes that SIGKILL did not end.
-        """
-        for task in self._starts.values():
-            task.cancel()
+        """End all roles, and return the processes that SIGKILL did not end; the keeper's successor lives on."""
+        for task in (*self._starts.values(), self._starting_keeper):
+            if task is not None:
+                task.cancel()
         for slot in list(self._listeners):
             self._close_listener(slot)
         # Zygotes first: one that lives could fork while its children are killed. By now all roles have exited, unless
         # the run ends by a fault; what they left behind anywhere below us goes with the descendants.
         await self._spawner.aclose()
-        mine = {*self._helpers, os.getpid()}
+        mine = {*self._keepers, os.getpid()}
         left = await asyncio.to_thread(
             procfs.kill_until_none, lambda: procfs.descendants(os.getpid()) - mine, reap=True
         )
@@ -181,24 +185,54 @@ class LocalExecutor:
             self._emit("processes_unkillable", pids=left, node=self.node)
         return left
 
-    async def helper(self, argv: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """Start a process of the run that is no role; `helper_gone` must follow once it was waited for."""
-        child = await self._spawner.spawn_helper(argv, env, log)
-        self._helpers.add(child.pid)
-        return child
+    # The keeper above the agent. Once it is dead, a successor below the agent is kept running.
 
-    def helper_gone(self, pid: int) -> None:
-        """The helper has been waited for."""
-        self._helpers.discard(pid)
+    def watch_keeper(self, pid: int) -> None:
+        """Watch the keeper that started this agent."""
+        # If it died before this call, our parent is another by now.
+        if os.getppid() != pid:
+            self._keeper_died(0)
+        else:
+            watch_exit(pid, lambda: self._keeper_died(pid))
 
-    async def housekeep(self) -> None:
-        """Reap dead orphans, end unneeded spares, rotate long logs; called once a second."""
-        self._reap_orphans()
-        self._end_idle_spares()
-        await self._rotate_logs(self._config.events.role_log_mib * MIB)
+    def _keeper_died(self, pid: int, wait_s: float = 0.0) -> None:
+        self._log.warning("the keeper is dead; starting a successor", pid=pid)
+        self._emit("keeper_died", pid=pid)
+        self._starting_keeper = asyncio.create_task(self._start_keeper(wait_s))
+
+    async def _start_keeper(self, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        argv = [sys.executable, "-m", "relax_rt.supervision.keeper"]
+        argv += ["--run-id", self._paths.run_id, "--run-dir", str(self._paths.run_dir), "--watch", str(os.getpid())]
+        # Without the run's id, by which it would find and kill itself.
+        env = {name: value for name, value in os.environ.items() if name != "RELAX_RUN_ID"}
+        child = await self._spawner.spawn_helper(argv, env, self._paths.log("keeper"))
+        self._keepers.add(child.pid)
+        self._emit("keeper_started", pid=child.pid)
+
+        def died() -> None:
+            child.wait()
+            self._keepers.discard(child.pid)
+            self._keeper_died(child.pid, KEEPER_RESTART_S)
+
+        watch_exit(child.pid, died)
+
+    # Housekeeping.
+
+    async def keep_house(self, events: EventLog) -> None:
+        """Once a second, for ever: reap dead orphans, end unneeded spares, rotate long logs and the event log."""
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            self._reap_orphans()
+            self._end_idle_spares()
+            await self._rotate_logs(self._config.events.role_log_mib * MIB)
+            try:
+                await asyncio.to_thread(events.rotate)
+            except OSError as error:
+                self._log.error("the event log cannot be rotated", error=str(error))
 
     async def _rotate_logs(self, limit_bytes: int) -> None:
-        """Rotate the logs of the agent, the zygotes, the keeper and spares as well: a run may last for months."""
+        # Those of the agent, the zygotes, the keeper and spares as well: a run may last for months.
         for path in await asyncio.to_thread(lambda: sorted(self._paths.logs.glob("*.log"))):
             try:
                 if not await asyncio.to_thread(rotate_log, path, limit_bytes):
@@ -255,17 +289,23 @@ class LocalExecutor:
             "RELAX_ROLE_TARGET": plan.target,
             "RELAX_HAS_REGISTRY": "1" if "registry" in self._plans else "0",
             **self._environment,
-            **device_environment(order.devices, outer_devices()),
+            **device_environment(order.devices, os.environ.get("CUDA_VISIBLE_DEVICES")),
             **(gang_environment(order.gang) if order.gang is not None else {}),
         }
         listener = self._listeners.get(slot)
         return Launch(
             slot=slot,
             epoch=order.epoch,
-            argv=host_argv(plan.settings.python, slot),
+            # The slot's name is for people who look at `ps`.
+            argv=[plan.settings.python or sys.executable, "-m", HOST_MODULE, slot],
             env=role_environment(plan.settings.threads, plan.settings.env, relax),
             log=self._paths.log(slot),
-            limits=limits_of(plan.settings),
+            limits=ProcessLimits(
+                nice=plan.settings.nice,
+                cpus=plan.settings.cpus or [],
+                open_files=plan.settings.open_files or 0,
+                threads=plan.settings.threads,
+            ),
             memory_mib=plan.settings.memory_mib or 0,
             key=zygote_key(plan.settings) if self._config.supervision.zygote else None,
             target=plan.target,
@@ -304,7 +344,7 @@ class LocalExecutor:
         # A process exists from its fork on, and is known only when its start has returned here. Were it reaped in
         # between, its exit status would be lost, so nothing is reaped while a start is in flight. WNOWAIT peeks: the
         # kernel returns the oldest dead child, and one of ours stays for its pidfd's reader.
-        known = {process.pid for process in self._processes.values()} | self._helpers | self._spawner.helpers
+        known = {process.pid for process in self._processes.values()} | self._keepers | self._spawner.helpers
         while not self._spawner.in_flight:
             try:
                 info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -313,16 +353,6 @@ class LocalExecutor:
                 os.waitpid(info.si_pid, 0)
             except ChildProcessError:
                 return
-
-
-def limits_of(settings: RoleSettings) -> ProcessLimits:
-    """Return the limits of a role's processes."""
-    return ProcessLimits(
-        nice=settings.nice,
-        cpus=settings.cpus or [],
-        open_files=settings.open_files or 0,
-        threads=settings.threads,
-    )
 
 
 def zygote_key(settings: RoleSettings) -> ZygoteKey:
@@ -346,51 +376,19 @@ def gang_environment(gang: GangOrder) -> dict[str, str]:
     }
 
 
+def failure_of(task: asyncio.Task[None], events: EventLog) -> str:
+    """Return how a background task of an agent failed, and record it; empty when it was cancelled or has returned.
+
+    Without one of its tasks an agent would only seem to watch over its roles: it must end.
+    """
+    if task.cancelled() or (error := task.exception()) is None:
+        return ""
+    fault = f"{task.get_name()} has failed: {type(error).__name__}: {error}"
+    structlog.get_logger().error("supervisor fault", error=fault, exc_info=error)
+    events.emit("supervisor_fault", error=fault, trace="".join(traceback.format_exception(error)))
+    return fault
+
+
 def unspawned(slot: str, epoch: int, kind: Kind, cause: str) -> Diagnosis:
     """Return the diagnosis of a process that was never started."""
     return Diagnosis(slot=slot, epoch=epoch, kind=kind, cause=cause, at=time.time())
-
-
-class KeeperWatch:
-    """Watches the keeper above this agent and, once it is dead, keeps a successor running below the agent."""
-
-    def __init__(self, paths: RunPaths, local: LocalExecutor, emit: EmitEvent) -> None:
-        self._paths, self._local, self._emit = paths, local, emit
-        self._log = structlog.get_logger()
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    def watch(self, keeper_pid: int) -> None:
-        """Begin with the keeper that started us."""
-        # If it died before this call, our parent is another by now.
-        if os.getppid() != keeper_pid:
-            self._died(0)
-        else:
-            watch_exit(keeper_pid, lambda: self._died(keeper_pid))
-
-    def close(self) -> None:
-        """Start no more successors."""
-        for task in self._tasks:
-            task.cancel()
-
-    def _died(self, pid: int, wait_s: float = 0.0) -> None:
-        self._log.warning("the keeper is dead; starting a successor", pid=pid)
-        self._emit("keeper_died", pid=pid)
-        task = asyncio.create_task(self._start(wait_s))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _start(self, wait_s: float) -> None:
-        await asyncio.sleep(wait_s)
-        argv = [sys.executable, "-m", "relax_rt.supervision.keeper"]
-        argv += ["--run-id", self._paths.run_id, "--run-dir", str(self._paths.run_dir), "--watch", str(os.getpid())]
-        # Without the run's id, by which it would find and kill itself.
-        env = {name: value for name, value in os.environ.items() if name != "RELAX_RUN_ID"}
-        child = await self._local.helper(argv, env, self._paths.log("keeper"))
-        self._emit("keeper_started", pid=child.pid)
-
-        def died() -> None:
-            child.wait()
-            self._local.helper_gone(child.pid)
-            self._died(child.pid, KEEPER_RESTART_S)
-
-        watch_exit(child.pid, died)

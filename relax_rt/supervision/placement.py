@@ -264,17 +264,16 @@ class Placer:
             return f"node {pin!r}: {self._rooms[pin].closed}"
         asked = f"{need.gpus:g} GPUs" if need.gpus != 1 else "1 GPU"
         what = f"{ranks} ranks of {need.kind} with {asked} each" if ranks > 1 else asked
-        having = [self._having(room, need, ranks) for name, room in self._rooms.items() if pin in ("", name)]
+        having = []
+        for room in (room for name, room in self._rooms.items() if pin in ("", name)):
+            name = room.node.name or "this node"
+            if room.closed:
+                having.append(f"{name} ({room.closed})")
+            elif ranks > 1:
+                having.append(f"{name} has room for {len(room.devices(need.gpus, ranks))}")
+            else:
+                having.append(f"{name} has {sum(room.free) / PARTS:g} of {room.node.gpus} free")
         return f"no room for {what}: {', '.join(having) or 'there is no node'}"
-
-    def _having(self, room: _NodeState, need: SlotSpec, ranks: int) -> str:
-        name = room.node.name or "this node"
-        if room.closed:
-            return f"{name} ({room.closed})"
-        if ranks > 1:
-            return f"{name} has room for {len(room.devices(need.gpus, ranks))}"
-        free = sum(room.free) / PARTS
-        return f"{name} has {free:g} of {room.node.gpus} free"
 
 
 def _pack(

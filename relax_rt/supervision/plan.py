@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
@@ -16,7 +16,7 @@ from relax_rt.config.loader import SYSTEM_ROLES, role_settings
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB, RoleSettings, RunConfig, SupervisionTable
 from relax_rt.config.validation import validate
-from relax_rt.interfaces.loading import load_role, role_target
+from relax_rt.interfaces.role import load_role, role_target
 from relax_rt.supervision.rundir import SHM_ROOT
 from relax_rt.supervision.tree import RestartClass, RoleSpec, SlotSpec, Strategy
 from relax_rt.transport.rpc.errors import Refused, RelaxError
@@ -102,14 +102,24 @@ def plan_roles(config: RunConfig, system: Sequence[str] = SYSTEM_ROLES) -> list[
 
 def _plan(config: RunConfig, kind: str) -> RolePlan:
     table = config.roles.get(kind)
-    target = role_target(kind, table_target(table))
+    # Still a mapping, or its settings already.
+    named = table.get("target") if isinstance(table, dict) else getattr(table, "target", None)
+    target = role_target(kind, named if isinstance(named, str) else None)
     role = load_role(target)
-    _refuse_unknown(kind, target, "restart", role.restart, get_args(RestartClass))
-    _refuse_unknown(kind, target, "strategy", role.strategy, get_args(Strategy))
+    for what, value, choices in (
+        ("restart", role.restart, get_args(RestartClass)),
+        ("strategy", role.strategy, get_args(Strategy)),
+    ):
+        if value not in choices:
+            raise RelaxError(f"roles.{kind}: {target}.{what} is {value!r}", hint=f"use {', '.join(choices)}")
     settings = role_settings(config, kind, role.Settings)
     gang = role.is_gang(settings)
     if gang:
-        _refuse_in_gang(kind, settings)
+        why = "the role is a gang: its slots start, fail and restart together"
+        if settings.strategy not in (None, "one_for_all"):
+            raise RelaxError(f"roles.{kind}.strategy = {settings.strategy!r}", why=why, hint="leave it out")
+        if settings.min_ready not in (None, settings.count):
+            raise RelaxError(f"roles.{kind}.min_ready = {settings.min_ready}", why=why, hint="leave it out")
     return RolePlan(
         kind=kind,
         target=target,
@@ -122,26 +132,6 @@ def _plan(config: RunConfig, kind: str) -> RolePlan:
         gang=gang,
         strategy=settings.strategy or cast(Strategy, role.strategy),
     )
-
-
-def _refuse_unknown(kind: str, target: str, what: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise RelaxError(f"roles.{kind}: {target}.{what} is {value!r}", hint=f"use {', '.join(known)}")
-
-
-def _refuse_in_gang(kind: str, settings: RoleSettings) -> None:
-    """Refuse settings that contradict a gang, whose ranks start, fail and restart together."""
-    why = "the role is a gang: its slots start, fail and restart together"
-    if settings.strategy not in (None, "one_for_all"):
-        raise RelaxError(f"roles.{kind}.strategy = {settings.strategy!r}", why=why, hint="leave it out")
-    if settings.min_ready not in (None, settings.count):
-        raise RelaxError(f"roles.{kind}.min_ready = {settings.min_ready}", why=why, hint="leave it out")
-
-
-def table_target(table: Any) -> str | None:
-    """Return the `target` of a role's table, which may still be a mapping or already be its settings."""
-    found = table.get("target") if isinstance(table, dict) else getattr(table, "target", None)
-    return found if isinstance(found, str) else None
 
 
 def check_count(
@@ -169,16 +159,12 @@ def check_count(
         if problem not in known:
             raise Refused(what, why=problem.message, hint=problem.hint)
     if isinstance(after, RunConfig):
-        _refuse_new_gang(after, plans, kind, what)
+        plan = next((plan for plan in plans if plan.kind == kind and kind in after.roles), None)
+        if plan is not None and not plan.gang and load_role(plan.target).is_gang(after.roles[kind]):
+            hint = f"change roles.{kind}.count and start the run again: it resumes"
+            raise Refused(what, why="so many are a gang, whose ranks start together", hint=hint)
     if count > counts.get(kind, 0) and isinstance(after, RunConfig) and isinstance(before, RunConfig):
         _check_room(after, before, what, cores)
-
-
-def _refuse_new_gang(after: RunConfig, plans: Iterable[RolePlan], kind: str, what: str) -> None:
-    plan = next((plan for plan in plans if plan.kind == kind and kind in after.roles), None)
-    if plan is not None and not plan.gang and load_role(plan.target).is_gang(after.roles[kind]):
-        hint = f"change roles.{kind}.count and start the run again: it resumes"
-        raise Refused(what, why="so many are a gang, whose ranks start together", hint=hint)
 
 
 def _with_counts(

@@ -1,4 +1,4 @@
-"""Events that the supervisor takes, and the actions that it returns."""
+"""Events that the supervisor takes, the actions that it returns, and the orders that carry them out on a node."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from typing import Any, Literal
 
 import msgspec
 
-from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.supervision.placement import Node
+
+
+class NodeMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of what also crosses between the head and the nodes that join."""
 
 
 class RunStarted(msgspec.Struct, frozen=True):
     """The run begins: the lowest tier starts."""
 
 
-class SlotSpawned(msgspec.Struct, frozen=True):
+class SlotSpawned(NodeMessage, frozen=True):
     """The process ordered by `Start` exists, on that node."""
 
     slot: str
@@ -23,26 +27,26 @@ class SlotSpawned(msgspec.Struct, frozen=True):
     node: str = ""
 
 
-class SlotReady(msgspec.Struct, frozen=True):
+class SlotReady(NodeMessage, frozen=True):
     """The role is ready."""
 
     slot: str
 
 
-class SlotFinished(msgspec.Struct, frozen=True):
+class SlotFinished(NodeMessage, frozen=True):
     """The role has finished; its process is about to exit."""
 
     slot: str
 
 
-class SlotExited(msgspec.Struct, frozen=True):
+class SlotExited(NodeMessage, frozen=True):
     """The process is gone, or was never spawned. Every `Start` leads to exactly one of these."""
 
     slot: str
     diagnosis: Diagnosis
 
 
-class SlotProgress(msgspec.Struct, frozen=True):
+class SlotProgress(NodeMessage, frozen=True):
     """The role's progress counter and what it does.
 
     Attributes:
@@ -57,6 +61,10 @@ class SlotProgress(msgspec.Struct, frozen=True):
     waiting: str = ""
     extend_s: float = 0.0
     detail: str = ""
+
+
+SlotEvent = SlotSpawned | SlotReady | SlotFinished | SlotExited | SlotProgress
+"""What happens to a slot on its node."""
 
 
 class StopRequested(msgspec.Struct, frozen=True):
@@ -121,11 +129,7 @@ class Tick(msgspec.Struct, frozen=True):
 
 Event = (
     RunStarted
-    | SlotSpawned
-    | SlotReady
-    | SlotFinished
-    | SlotExited
-    | SlotProgress
+    | SlotEvent
     | StopRequested
     | KillRequested
     | RestartRequested
@@ -153,13 +157,13 @@ class StartGang(msgspec.Struct, frozen=True):
     ranks: list[Start]
 
 
-class Stop(msgspec.Struct, frozen=True):
+class Stop(NodeMessage, frozen=True):
     """Ask the role to finish (or call off a start that has not spawned yet)."""
 
     slot: str
 
 
-class Kill(msgspec.Struct, frozen=True):
+class Kill(NodeMessage, frozen=True):
     """SIGKILL the slot's process group. kind and reason go into the diagnosis of the exit."""
 
     slot: str
@@ -167,7 +171,7 @@ class Kill(msgspec.Struct, frozen=True):
     reason: str
 
 
-class DumpStacks(msgspec.Struct, frozen=True):
+class DumpStacks(NodeMessage, frozen=True):
     """Write the stacks of all threads of the role to its log."""
 
     slot: str

@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.process import procfs
 from relax_rt.process.child import Child, PacketReader, read_tail
 from relax_rt.process.limits import ProcessLimits
@@ -33,7 +33,6 @@ from relax_rt.supervision.channel import (
     send_now,
 )
 from relax_rt.supervision.diagnosis import (
-    Diagnosis,
     ExitFacts,
     FailureReport,
     KernelLog,
@@ -131,11 +130,6 @@ def role_environment(threads: int, extra: dict[str, str], relax: dict[str, str])
 HOST_MODULE = "relax_rt.hosting.host"
 HOST_ENTRY = f"{HOST_MODULE}:main"
 """What a role's process runs. By name: supervision starts hosts, but does not import them."""
-
-
-def host_argv(python: str | None, slot: str) -> list[str]:
-    """Return the command of the process that hosts a role; the slot's name is for people who look at `ps`."""
-    return [python or sys.executable, "-m", HOST_MODULE, slot]
 
 
 class RoleProcess:
@@ -241,18 +235,13 @@ class RoleProcess:
         """Kill what the process left behind, and collect what only a look at the machine shows. Blocking."""
         # Before the exit is reported: the slot's next incarnation must not meet the last one's children on its
         # devices, ports and files. And before the log is read, which they would write on.
-        kill_orphans(self.launch.slot, self.launch.epoch, self.pid)
+        procfs.kill_orphans([f"RELAX_SLOT={self.launch.slot}", f"RELAX_EPOCH={self.launch.epoch}"], self.pid)
         killed = facts.signal == signal.SIGKILL and facts.kill is None
         return msgspec.structs.replace(
             facts,
             oom=memory_kill(self.pid, self._oom_kills, self._kernel) if killed else "",
             log=read_tail(self.launch.log, self._log_start),
         )
-
-
-def kill_orphans(slot: str, epoch: int, session: int = 0) -> None:
-    """Kill what a dead incarnation left behind."""
-    procfs.kill_orphans([f"RELAX_SLOT={slot}", f"RELAX_EPOCH={epoch}"], session)
 
 
 def dump_native_stacks(program: str, pid: int, log: Path) -> None:

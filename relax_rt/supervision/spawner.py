@@ -15,16 +15,17 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import structlog
 
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.process import child, limits
 from relax_rt.process.child import Child, Notifier, PacketReader, packet_pair
 from relax_rt.process.zygote_pool import EmitEvent, ForkFailed, ForkRequest, ZygotePool
 from relax_rt.supervision.channel import MAX_PACKET_BYTES, AssignMsg, FromRole, PreparedMsg, decode_from_role, encode
-from relax_rt.supervision.diagnosis import Diagnosis, KernelLog
+from relax_rt.supervision.diagnosis import KernelLog
 from relax_rt.supervision.role_process import (
     HOST_ENTRY,
     HOST_MODULE,
@@ -50,10 +51,6 @@ STEADY_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
 
 
-def emit_nothing(_kind: str, /, **_fields: Any) -> None:
-    """Where there is no event log."""
-
-
 class RoleSpawner:
     """Starts processes, on the event loop.
 
@@ -64,7 +61,7 @@ class RoleSpawner:
         emit: takes the events of zygotes and spares, and `spawned_without_zygote`.
     """
 
-    def __init__(self, emit: EmitEvent = emit_nothing) -> None:
+    def __init__(self, emit: EmitEvent = lambda kind, /, **fields: None) -> None:
         self._emit = emit
         self._thread = ThreadPoolExecutor(1, "relax-spawn")
         # Threads of their own, so that an exit is reported at once whatever else the loop's threads do. A look at the
@@ -130,7 +127,7 @@ class RoleSpawner:
         return process
 
     async def _assign_spare(self, launch: Launch) -> StartedProcess | None:
-        if not self.spares.has(launch):
+        if not self.spares.prepared(launch):
             return None
         log_start = await asyncio.get_running_loop().run_in_executor(self._thread, begin_log, launch)
         with launch.log.open("ab", buffering=0) as log:
@@ -337,7 +334,7 @@ class Spares:
     def take(self, launch: Launch, log: int) -> StartedProcess | None:
         """Turn a prepared spare into this process; None when there is none."""
         order = AssignMsg(argv=launch.argv, env=launch.env, descriptors=tuple(launch.fds))
-        for spare in self._prepared(launch):
+        for spare in self.prepared(launch):
             self._waiting[launch.kind].remove(spare)
             self._changed.notify()
             if spare.assign(order, [log, *launch.fds.values()]):
@@ -345,11 +342,8 @@ class Spares:
             spare.kill()
         return None
 
-    def has(self, launch: Launch) -> bool:
-        """Return whether a prepared spare waits for such a process."""
-        return bool(self._prepared(launch))
-
-    def _prepared(self, launch: Launch) -> list[Spare]:
+    def prepared(self, launch: Launch) -> list[Spare]:
+        """Return the spares that can become such a process."""
         return [spare for spare in self._waiting.get(launch.kind, ()) if spare.prepared and not spare.gone]
 
     async def close(self) -> None:

@@ -15,9 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from relax_rt.supervision.api import SlotStatus
-from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.placement import Node, NoRoom, Placement, Placer
+from relax_rt.interfaces.agent import Diagnosis, SlotStatus
+from relax_rt.supervision.placement import NoRoom, Placement, Placer
 from relax_rt.supervision.protocol import (
     Action,
     DrainRequested,
@@ -164,7 +163,8 @@ class Supervisor:
             case DrainRequested(what=what):
                 self._on_drain_requested(what)
             case NodeJoined(node=node):
-                self._on_node_joined(node)
+                self._placer_or_refuse(f"node {node.name!r} cannot join").add(node)
+                self._retry_placement()
             case NodeLost():
                 self._on_node_lost(event)
             case Tick():
@@ -181,9 +181,18 @@ class Supervisor:
         self._check_stall()
         self._conclude()
         if self._ending is None and self._started:
-            self._advance_start()
+            self._start_pending()
         if self._ending is not None and self._done is None:
-            self._advance_stop()
+            if live := [s for s in self._tree if s.live]:
+                # Tier by tier, the highest that still lives first.
+                top = max(s.spec.tier for s in live)
+                for s in live:
+                    if s.spec.tier == top and s.state in ("requested", "starting", "ready"):
+                        self._stop(s)
+            else:
+                self._done = RunDone(*self._ending)
+                self._out.append(Emit("run_done", {"reason": self._ending.reason, "exit_code": self._ending.exit_code}))
+                self._out.append(self._done)
         return self._out
 
     def _conclude(self) -> None:
@@ -194,7 +203,7 @@ class Supervisor:
             reason = f"failed: {', '.join(failed)}" if failed else "all roles have finished"
             self._drain(Ending(int(bool(failed)), reason))
 
-    def _advance_start(self) -> None:
+    def _start_pending(self) -> None:
         """Start pending slots whose lower tiers are ready."""
         for role in self._tree.by_tier():
             waiting = [s for s in role.slots if s.state == "pending" and not s.without_room]
@@ -205,20 +214,6 @@ class Supervisor:
             elif not role.rules.gang:
                 for s in waiting:
                     self._start(s)
-
-    def _advance_stop(self) -> None:
-        """Stop the highest tier that still lives; end when none does."""
-        assert self._ending is not None
-        live = [s for s in self._tree if s.live]
-        if not live:
-            self._done = RunDone(*self._ending)
-            self._out.append(Emit("run_done", {"reason": self._ending.reason, "exit_code": self._ending.exit_code}))
-            self._out.append(self._done)
-            return
-        top = max(s.spec.tier for s in live)
-        for s in live:
-            if s.spec.tier == top and s.state in ("requested", "starting", "ready"):
-                self._stop(s)
 
     # What processes do.
 
@@ -231,10 +226,26 @@ class Supervisor:
         if not slot.live:
             raise self._invalid(slot, event)
         match event:
-            case SlotSpawned():
-                self._on_spawned(slot, event)
+            case SlotSpawned(epoch=epoch, pid=pid):
+                if slot.pid:
+                    raise self._invalid(slot, event)
+                slot.epoch, slot.pid = epoch, pid
+                self._emit("slot_spawned", slot, pid=pid)
+                if slot.state == "requested":
+                    self._enter(slot, "starting", slot.spec.start_timeout_s)
+                elif slot.state == "stopping":
+                    self._out.append(Stop(slot.name))
+                elif slot.state == "killing":
+                    self._out.append(Kill(slot.name, *slot.kill_reason))
             case SlotReady():
-                self._on_ready(slot, event)
+                if not slot.pid:
+                    raise self._invalid(slot, event)
+                if slot.state == "starting":
+                    slot.was_ready = True
+                    slot.progressed_at = self._now
+                    self._emit("slot_ready", slot)
+                    self._enter(slot, "ready", self._hang_timeout_s(slot))
+                    slot.role.begin_good_time(slot, self._now)
             case SlotFinished():
                 slot.finished = True
                 if slot.state in ("starting", "ready", "hung"):
@@ -243,28 +254,6 @@ class Supervisor:
                 self._on_progress(slot, event)
             case SlotExited():
                 self._on_exited(slot, event.diagnosis)
-
-    def _on_spawned(self, s: Slot, event: SlotSpawned) -> None:
-        if s.pid:
-            raise self._invalid(s, event)
-        s.epoch, s.pid = event.epoch, event.pid
-        self._emit("slot_spawned", s, pid=s.pid)
-        if s.state == "requested":
-            self._enter(s, "starting", s.spec.start_timeout_s)
-        elif s.state == "stopping":
-            self._out.append(Stop(s.name))
-        elif s.state == "killing":
-            self._out.append(Kill(s.name, *s.kill_reason))
-
-    def _on_ready(self, s: Slot, event: SlotReady) -> None:
-        if not s.pid:
-            raise self._invalid(s, event)
-        if s.state == "starting":
-            s.was_ready = True
-            s.progressed_at = self._now
-            self._emit("slot_ready", s)
-            self._enter(s, "ready", self._hang_timeout_s(s))
-            s.role.begin_good_time(s, self._now)
 
     def _on_progress(self, s: Slot, event: SlotProgress) -> None:
         if s.spec.counts_for_stall and (event.n > s.progress or event.extend_s > 0):
@@ -626,7 +615,12 @@ class Supervisor:
         what = f"cannot restart {name!r}"
         if name not in self._tree.slots and name not in self._tree.roles and self._is_node(name):
             self._refuse_while_ending(what)
-            self._open_node(name, what)
+            placer = self._placer_or_refuse(what)
+            if not placer.closed(name):
+                raise Refused(what, why="the node is not drained", hint="slots and roles on it are restarted by name")
+            placer.open(name)
+            self._out.append(Emit("node_reopened", {"node": name}))
+            self._retry_placement()
             return
         s, role = self._find(name, what)
         self._refuse_while_ending(what)
@@ -641,7 +635,14 @@ class Supervisor:
         for slot in chosen:
             self._emit("slot_restart_requested", slot, reason=reason)
         if role.rules.gang:
-            self._restart_gang(role, reason)
+            for slot in role.slots:
+                slot.drained = False
+            if all(slot.gated for slot in role.slots):
+                for slot in role.slots:
+                    slot.waiting, slot.without_room = "", False
+                    self._enter(slot, "pending", None)
+            elif any(slot.state != "pending" for slot in role.slots):
+                self._restart_together(role.slots, 0.0, reason)
             return
         for slot in chosen:
             if slot.state in ("requested", "starting", "ready", "hung"):
@@ -655,16 +656,6 @@ class Supervisor:
         if s.state == "pending" and s.without_room:
             return s.waiting
         return self._placer.barred(s.spec) if self._placer is not None else ""
-
-    def _restart_gang(self, role: RoleNode, reason: str) -> None:
-        for s in role.slots:
-            s.drained = False
-        if all(s.gated for s in role.slots):
-            for s in role.slots:
-                s.waiting, s.without_room = "", False
-                self._enter(s, "pending", None)
-        elif any(s.state != "pending" for s in role.slots):
-            self._restart_together(role.slots, 0.0, reason)
 
     def _bring_back(self, s: Slot) -> None:
         """Start a slot again that is going down, or is down."""
@@ -738,25 +729,21 @@ class Supervisor:
 
     # Nodes.
 
+    def _placer_or_refuse(self, refusal: str) -> Placer:
+        if self._placer is None:
+            raise Refused(refusal, why="this run is for one node")
+        return self._placer
+
     def _is_node(self, name: str) -> bool:
         return self._placer is not None and name in [node.name for node in self._placer.nodes]
 
-    def _open_node(self, name: str, refusal: str) -> None:
-        assert self._placer is not None
-        if not self._placer.closed(name):
-            raise Refused(refusal, why="the node is not drained", hint="slots and roles on it are restarted by name")
-        self._placer.open(name)
-        self._out.append(Emit("node_reopened", {"node": name}))
-        self._retry_placement()
-
     def _drain_node(self, name: str, refusal: str) -> None:
         """Stop the slots on a node in order; they start again wherever there is room."""
-        assert self._placer is not None
         slots = [s for s in self._tree if s.live and s.node == name]
         for s in slots:
             if s.spec.system:
                 raise Refused(refusal, why=f"{s.name} runs there, and the run cannot do without it")
-        self._placer.close(name, f"it is drained, and `relax-rt restart {name}` opens it again")
+        self._placer_or_refuse(refusal).close(name, f"it is drained, and `relax-rt restart {name}` opens it again")
         self._out.append(Emit("node_draining", {"node": name, "slots": [s.name for s in slots]}))
         for s in slots:
             if s.role.rules.gang:
@@ -766,17 +753,10 @@ class Supervisor:
                 s.restart_asked = True
                 self._stop(s)
 
-    def _on_node_joined(self, node: Node) -> None:
-        if self._placer is None:
-            raise Refused(f"node {node.name!r} cannot join", why="this run is for one node")
-        self._placer.add(node)
-        self._retry_placement()
-
     def _on_node_lost(self, event: NodeLost) -> None:
-        if self._placer is None:
-            raise Refused(f"node {event.node!r} cannot be lost", why="this run is for one node")
+        placer = self._placer_or_refuse(f"node {event.node!r} cannot be lost")
         lost = [s for s in self._tree if s.live and s.node == event.node]
-        self._placer.remove(event.node, keep=event.keep)
+        placer.remove(event.node, keep=event.keep)
         for s in lost:
             s.lost = True
         for s in lost:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import functools
+import itertools
 import secrets
 from collections.abc import Awaitable, Callable
 
@@ -90,23 +90,14 @@ class SystemRoles:
             await client.close()
 
     async def _report_to_registry(self) -> None:
-        exits = self._exits[REGISTRY_SLOT]
-        while True:
-            who, reason = await exits.get()
-            await self._deliver(
-                who, functools.partial(self._bound_registry().process_exited, who, reason), REGISTRY_SLOT
-            )
+        registry = self._bound_registry()
+        await self._report(REGISTRY_SLOT, lambda _, who, reason: registry.process_exited(who, reason))
 
     async def _report_to_queue(self) -> None:
         # The queue recognises repeated calls by (incarnation, number): each agent needs an epoch of its own.
         epoch = await self.issue_epoch(AGENT_SLOT)
         queue = self._client(QUEUE_SLOT, Incarnation(AGENT_SLOT, epoch)).bind(QueueApi, timeout_s=CALL_TIMEOUT_S)
-        exits = self._exits[QUEUE_SLOT]
-        seq = 0
-        while True:
-            who, reason = await exits.get()
-            seq += 1
-            await self._deliver(who, functools.partial(queue.process_exited, seq, who, reason), QUEUE_SLOT)
+        await self._report(QUEUE_SLOT, queue.process_exited)
 
     async def _follow_versions(self) -> None:
         revision = 0
@@ -120,18 +111,21 @@ class SystemRoles:
                 self.policy_versions.update({m.who.slot: m.policy_version for m in changes.members})
             await asyncio.sleep(WATCH_EVERY_S)
 
-    async def _deliver(self, who: Incarnation, call: Callable[[], Awaitable[None]], to: str) -> None:
-        """Retry until the report is delivered: a system role that is down comes back, or the run ends."""
-        while True:
-            try:
-                await call()
-                return
-            except (Unreachable, DeadlineExceeded) as error:
-                self._log.info("waiting to report an exit", to=to, who=str(who), error=str(error))
-            except RelaxError as error:
-                self._log.error("report of an exit was refused", to=to, who=str(who), error=str(error))
-                return
-            await asyncio.sleep(RETRY_S)
+    async def _report(self, to: str, call: Callable[[int, Incarnation, str], Awaitable[None]]) -> None:
+        """Report exits one after the other; retry each until it is delivered: a system role that is down comes back,
+        or the run ends."""
+        for number in itertools.count(1):
+            who, reason = await self._exits[to].get()
+            while True:
+                try:
+                    await call(number, who, reason)
+                    break
+                except (Unreachable, DeadlineExceeded) as error:
+                    self._log.info("waiting to report an exit", to=to, who=str(who), error=str(error))
+                except RelaxError as error:
+                    self._log.error("report of an exit was refused", to=to, who=str(who), error=str(error))
+                    break
+                await asyncio.sleep(RETRY_S)
 
     def _bound_registry(self) -> RegistryApi:
         if self._registry is None:

@@ -12,8 +12,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from relax_rt.supervision.api import SlotStatus
-from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.interfaces.agent import Diagnosis, SlotStatus
 
 RestartClass = Literal["permanent", "transient", "temporary"]
 Strategy = Literal["one_for_one", "one_for_all", "rest_for_one"]
@@ -119,12 +118,10 @@ class RestartWindow:
         self._failures: deque[tuple[float, Diagnosis]] = deque(maxlen=max_restarts + 1)
 
     def begin(self, now: float) -> None:
-        """Good time begins."""
         if self._good_from is None:
             self._good_from = now
 
     def settle(self, until: float) -> None:
-        """Good time ended then."""
         if self._good_from is not None:
             self.good_s += max(0.0, until - self._good_from)
             self._good_from = None
@@ -145,7 +142,6 @@ class RestartWindow:
         return True
 
     def clear(self) -> None:
-        """Forget all failures."""
         self._failures.clear()
 
     @property
@@ -191,7 +187,6 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """As `rollout/0`."""
         return self.spec.slot
 
     @property
@@ -200,13 +195,12 @@ class Slot:
         return self.state in LIVE and not self.exited
 
     def forget_process(self) -> None:
-        """Its process is gone."""
         self.pid = self.progress = 0
         self.detail = self.waiting = ""
         self.lost = False
 
     def reset(self) -> None:
-        """A new incarnation is wanted."""
+        """Forget the last incarnation before a new one starts."""
         self.forget_process()
         self.epoch = 0
         self.finished = self.restart_asked = self.failed = False
@@ -280,12 +274,10 @@ class RoleNode:
 
     @property
     def kind(self) -> str:
-        """Its name."""
         return self.rules.kind
 
     @property
     def tier(self) -> int:
-        """Its place in the start order."""
         return self.template.tier
 
     @property
@@ -294,7 +286,6 @@ class RoleNode:
         return self.rules.gang or self.rules.strategy == "one_for_all"
 
     def add(self, spec: SlotSpec) -> Slot:
-        """Add a slot."""
         window = self._window if self.as_one else RestartWindow(spec.max_restarts, spec.period_s)
         slot = Slot(spec, self, window)
         self.slots = sorted([*self.slots, slot], key=lambda s: s.index)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator
+from pathlib import Path
 
 from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.cluster.nodes.checks import kinds_of_one_node
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings, RunConfig
-from relax_rt.roles.agentic.chat_format import check_chat_format
 from relax_rt.roles.agentic.rewards import PLACE, check_rewards
-from relax_rt.roles.agentic.settings import EnvSettings, env_settings, is_program
+from relax_rt.roles.agentic.settings import EnvSettings, env_settings, gateway_settings, is_program
+from relax_rt.roles.agentic.tokens.parsers import AUTO, check_parsers
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.evaluation.settings import EvaluationTable
 from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.roles.rewards.settings import RewardTable
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable, ColdStartTable
+from relax_rt.transport.rpc.errors import Refused
 
 REPLACED = {"reward": "the environment gives the rewards", "evaluator": "the env role plays the held-out episodes"}
 """Roles that have nothing to do if episodes are played."""
@@ -52,7 +54,7 @@ def check_environment(config: RunConfig) -> Iterator[Problem]:
     yield from _check_replaced(config)
     yield from check_program(config, table)
     yield from check_rewards(config)
-    yield from check_chat_format(config)
+    yield from _check_chat_format(config)
     yield from _check_tasks(config, table)
     if sampling.max_new_tokens >= table.max_tokens:
         reply = sampling.max_new_tokens
@@ -67,6 +69,22 @@ def check_environment(config: RunConfig) -> Iterator[Problem]:
     if algorithm.mode in SHARING:
         message = f'mode = "{algorithm.mode}" with [roles.env]: no episode waits for turns of the trainer'
         yield Problem(("algorithm", "mode"), message, 'set mode = "asynchronous"')
+
+
+def _check_chat_format(config: RunConfig) -> Iterator[Problem]:
+    """Check that template files exist, and parsers are known."""
+    for path, table in ((("roles", "env"), env_settings(config)), (("roles", "gateway"), gateway_settings(config))):
+        if table is None or not table.count:
+            continue
+        if table.chat_template is not None and not (file := Path(config.config_dir) / table.chat_template).is_file():
+            yield Problem((*path, "chat_template"), f"there is no file {file}", "its path is relative to the config")
+        parsers = {"tool_parser": (table.tool_parser or AUTO, AUTO)}
+        parsers["reasoning_parser"] = (AUTO, table.reasoning_parser or AUTO)
+        for key, names in parsers.items():
+            try:
+                check_parsers(*names)
+            except Refused as error:
+                yield Problem((*path, key), f"{error.what}: {error.why}", error.hint)
 
 
 def _check_replaced(config: RunConfig) -> Iterator[Problem]:

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import xxhash
 
-from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck, EpisodeLost, GenerationFailed
 from relax_rt.roles.agentic.interface import (
+    EnvironmentFailed,
+    EnvironmentStuck,
+    EpisodeLost,
     EpisodeOver,
+    GenerationFailed,
     Message,
     Observation,
     Reply,
@@ -28,8 +31,8 @@ from relax_rt.roles.agentic.interface import (
     media,
     only_over,
 )
+from relax_rt.roles.agentic.tokens.images import ingest_images
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger, budget_exhausted
-from relax_rt.roles.agentic.tokens.pictures import ingest_pictures
 from relax_rt.roles.agentic.tokens.types import Episode, PromptPlan, Sampled
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks, EpisodeTask
 from relax_rt.roles.agentic.workers import WorkerEnvironment
@@ -175,13 +178,13 @@ class EpisodeChat:
 
         Raises:
             EpisodeOver: max_turns or max_tokens is used up.
-            Refused: the chat template does not render the conversation, or a picture is invalid or exceeds a limit.
+            Refused: the chat template does not render the conversation, or an image is invalid or exceeds a limit.
             EpisodeLost: the engines did not answer within the episode's time. GenerationFailed: they never will.
             RouterEnded: the engines cannot be reached any more.
         """
         if self._over_reported:
             await asyncio.sleep(OVER_PAUSE_S)
-        messages = await ingest_pictures(messages, self.ledger.image_processor, self.ledger.show)
+        messages = await ingest_images(messages, self.ledger.image_processor, self.ledger.add_image)
         if self._ended:
             self._over_reported = True
             raise EpisodeOver("the episode has ended")
@@ -208,15 +211,7 @@ class EpisodeChat:
                 self._stop_waiting(f"goes on without reply {turn}")
             raise
         self._stop_waiting(f"goes on after reply {turn}")
-        return self._record_reply(plan, outcome, state)
-
-    def _stop_waiting(self, doing: str) -> None:
-        self.waiting -= 1
-        if not self.waiting:
-            self.activity = doing
-
-    def _record_reply(self, plan: PromptPlan, outcome: Outcome, state: str | None) -> Reply:
-        """Record a generated reply in the ledger."""
+        # Record a generated reply in the ledger.
         self._oldest = min([self._oldest or math.inf, *(span.kv_version for span in outcome.versions)])  # type: ignore[assignment]
         made = self.ledger.sampled(
             plan,
@@ -238,6 +233,11 @@ class EpisodeChat:
         text = made.message.get("content")
         words = text if isinstance(text, str) else ""
         return Reply(text=words, message=dict(made.message), finish_reason=made.finish_reason, id=made.id)
+
+    def _stop_waiting(self, doing: str) -> None:
+        self.waiting -= 1
+        if not self.waiting:
+            self.activity = doing
 
     def reward(self, value: float, reply: Reply | str = "") -> None:
         """Add to the reward of a reply; see Chat.reward."""
@@ -419,7 +419,7 @@ def _check(answer: Observation | Step, where: str, *, has_vision: bool) -> None:
     """Check the types of what an environment of this process returned; a worker's are checked by decoding.
 
     Args:
-        sees: the model takes pictures.
+        has_vision: the model takes images.
 
     Raises:
         EnvironmentFailed: a field is not what it is declared to be.
@@ -430,7 +430,7 @@ def _check(answer: Observation | Step, where: str, *, has_vision: bool) -> None:
     ):
         raise EnvironmentFailed(where, why=f"its messages are {messages!r:.80}, neither a text nor a list of messages")
     if kind := media(conversation(messages), has_vision=has_vision):
-        takes = "takes texts and pictures" if has_vision else "takes text alone"
+        takes = "takes texts and images" if has_vision else "takes text alone"
         raise EnvironmentFailed(where, why=f"its messages have a part of type {kind!r}, and the model {takes}")
     if not isinstance(state, str | None):
         raise EnvironmentFailed(where, why=f"its state is {state!r:.80}, which is no text")

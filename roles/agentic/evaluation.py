@@ -13,8 +13,7 @@ from relax_rt.config.schema import RunConfig
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.observe.metrics import read_metrics
 from relax_rt.roles.agentic.episode import PlayedEpisode
-from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck, EpisodeLost, GenerationFailed
-from relax_rt.roles.agentic.interface import Task
+from relax_rt.roles.agentic.interface import EnvironmentFailed, EnvironmentStuck, EpisodeLost, GenerationFailed, Task
 from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.stall_detection import EpisodesStalled
 from relax_rt.roles.agentic.tasks import Tasks

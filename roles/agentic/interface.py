@@ -7,7 +7,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from relax_rt.roles.data.media.pictures import IMAGES
+from relax_rt.roles.data.media.images import IMAGES
+from relax_rt.transport.base.targets import did_you_mean
+from relax_rt.transport.rpc.errors import RelaxError
 
 TEXTS = ("text", "input_text", "output_text")
 """Types of a message's parts that are text."""
@@ -178,7 +180,7 @@ def media(messages: list[Message], *, has_vision: bool = False) -> str:
     """Return the type of the first part that the model does not take, as `image_url`; empty if there is none.
 
     Args:
-        sees: the model takes pictures.
+        has_vision: the model takes images.
     """
     known = (*TEXTS, *IMAGES) if has_vision else TEXTS
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
@@ -206,3 +208,34 @@ def only_over(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return error.split(EpisodeOver)[1] is None
     return isinstance(error, EpisodeOver)
+
+
+OPTIONS = "roles.env.options"
+
+
+class EnvironmentStuck(RelaxError):
+    """A call of an environment did not return in time; if it ran in a worker, that was killed."""
+
+
+class EnvironmentFailed(RelaxError):
+    """An environment raised an error, returned something invalid, or its process ended in a call."""
+
+
+class LimitExceeded(EnvironmentFailed):
+    """A program was killed, or failed, because it exceeded a limit."""
+
+
+class EpisodeLost(RelaxError):
+    """An episode ended through no fault of its own, as when its process was killed because of another episode."""
+
+
+class GenerationFailed(RelaxError):
+    """The engines could not generate a reply and would not if asked again: none accepts it, too many died with it, or
+    the episode's time is too short for it."""
+
+
+def refuse_unknown_option(target: str, name: str, known: list[str]) -> None:
+    """Raises: RelaxError, if an option of an environment is none of the known ones."""
+    if name not in known:
+        hint = did_you_mean(name, known) or (f"options are {', '.join(known)}" if known else "it has none")
+        raise RelaxError(f"{OPTIONS}.{name}", why=f"{target} has no such option", hint=hint)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from relax_rt.config.target import TargetError, load_target
-from relax_rt.roles.agentic.errors import OPTIONS, refuse_unknown_option
+from relax_rt.roles.agentic.interface import OPTIONS, refuse_unknown_option
 from relax_rt.roles.agentic.program import Program, load_program
 from relax_rt.roles.agentic.settings import PROGRAM
 from relax_rt.roles.base.user_code import user_line
@@ -71,14 +72,10 @@ def load_factory(target: str, options: Mapping[str, Any], config_dir: Path) -> F
         return _of_class(target, found, options)
     if inspect.iscoroutinefunction(found):
         check_options(target, found, options, skip=2)
-        return Factory(target, lambda: _with(found, options), blocking=False, plays=True)
+        return Factory(target, lambda: partial(found, **options), blocking=False, plays=True)
     why = f"it is a {type(found).__name__}"
     hint = "name a class with reset and step, or a function `async def play(task, chat)`"
     raise RelaxError(f"{SETTING} = {target!r}", why=why, hint=hint)
-
-
-def _with(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    return lambda task, chat: function(task, chat, **options)
 
 
 def _of_class(target: str, found: type, options: Mapping[str, Any]) -> Factory:

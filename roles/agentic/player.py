@@ -17,8 +17,7 @@ from relax_rt.roles.agentic.episode import (
     play_game,
     turn_seed,
 )
-from relax_rt.roles.agentic.errors import EnvironmentFailed
-from relax_rt.roles.agentic.interface import Task
+from relax_rt.roles.agentic.interface import EnvironmentFailed, Task
 from relax_rt.roles.agentic.loading import Factory
 from relax_rt.roles.agentic.program_episodes import ProgramPlayer
 from relax_rt.roles.agentic.replay_cache import ReplayCache

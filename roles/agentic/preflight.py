@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RunConfig
-from relax_rt.roles.agentic.chat_format import chat_format_of, template_warnings
 from relax_rt.roles.agentic.interface import Observation, conversation, media
 from relax_rt.roles.agentic.loading import Factory, load_factory
 from relax_rt.roles.agentic.rewards import KEY, PLACE, reward_table
-from relax_rt.roles.agentic.settings import EnvSettings, env_settings
+from relax_rt.roles.agentic.settings import EnvSettings, chat_format_of, env_settings
 from relax_rt.roles.agentic.tasks import first_task
-from relax_rt.roles.agentic.tokens.chat_format import load_chat_template
+from relax_rt.roles.agentic.tokens.images import ingest_images
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.parsers import AUTO
-from relax_rt.roles.agentic.tokens.pictures import ingest_pictures
+from relax_rt.roles.agentic.tokens.template import load_chat_template
 from relax_rt.roles.agentic.workers import open_pool
 from relax_rt.roles.base.user_code import user_line
 from relax_rt.roles.data.settings import DataTable
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from relax_rt.roles.models.tokenizer import ChatTokenizer
 
 TEXT_ALONE = "the model, its engines and its trainer take text alone"
-NO_MORE = "the model takes texts and pictures, its engines and its trainer no more"
+NO_MORE = "the model takes texts and images, its engines and its trainer no more"
 HINT = "show text: gymnasium's adapter without pixels, or a description of what is there; or train a model that sees"
 UNSEEN = (
     "set roles.env.chat_template to one that does; or describe them in the messages, and set tool_parser to how calls "
@@ -77,8 +76,10 @@ def preflight_environment(
     if tokenizer is not None:
         if factory.plays:
             # The program chooses what it sends, so these are only warnings.
-            for warning in template_warnings(config, tokenizer):
-                say(f"warning: {warning}")
+            chat = load_chat_template(Path(config.config_dir), tokenizer, chat_format_of(config))
+            for fault in chat.shortcomings(tools=True, turns=True):
+                cost = "the gateway's calls that send it are refused" if fault.raises else "it is left out of prompts"
+                say(f"warning: the model's chat template cannot render {fault.why}; {cost}")
         else:
             yield from _start_episode(config, table, factory, tokenizer)
         yield from _try_rewards(config, table, config_dir, tokenizer)
@@ -137,7 +138,7 @@ async def _first_prompt(chat: ChatTemplate, seen: Observation, table: EnvSetting
     """Return the tokens that an episode starts with, however many these are."""
     ledger = TokenLedger(chat, max_tokens=ANY_NUMBER, max_media_bytes=table.media_kib << 10)
     return ledger.prompt(
-        await ingest_pictures(conversation(seen.messages), ledger.image_processor, ledger.show), seen.tools
+        await ingest_images(conversation(seen.messages), ledger.image_processor, ledger.add_image), seen.tools
     ).tokens
 
 

@@ -21,8 +21,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from relax_rt.roles.agentic.errors import OPTIONS, refuse_unknown_option
-from relax_rt.roles.agentic.interface import Task
+from relax_rt.roles.agentic.interface import OPTIONS, Task, refuse_unknown_option
 from relax_rt.roles.data.items import answer_text
 from relax_rt.transport.rpc.errors import RelaxError
 

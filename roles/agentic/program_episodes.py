@@ -16,18 +16,19 @@ from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.loader import role_settings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.agentic.episode import EpisodeLimits, PlayedEpisode
-from relax_rt.roles.agentic.errors import (
+from relax_rt.roles.agentic.interface import (
     EnvironmentFailed,
     EnvironmentStuck,
     EpisodeLost,
     GenerationFailed,
     LimitExceeded,
+    Task,
+    checked,
 )
-from relax_rt.roles.agentic.interface import Task, checked
 from relax_rt.roles.agentic.program import Program, ProgramResult, exceeded_limit, parse_result
 from relax_rt.roles.agentic.program_host import ProgramExit, ProgramHost, ProgramNotStarted
 from relax_rt.roles.agentic.settings import EnvSettings
-from relax_rt.roles.gateway.api import Access, Closed, OpenSession, Said, SessionClient, SessionLimits
+from relax_rt.roles.gateway.api import Access, ClosedSession, GivenAnswer, OpenSession, SessionClient, SessionLimits
 from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
@@ -142,43 +143,45 @@ class ProgramPlayer:
             if lent.gone.done():
                 raise EpisodeLost("the program's session", why=str(lent.gone.exception()))
             closed = await lent.close()
-            error = EpisodeLost if closed.waiting or closed.trouble else EnvironmentStuck
-            at = "waits for tokens" if closed.waiting else "is at work"
-            raise error("the program", why=f"not over within {limit_s:g} s; it {at} after {len(closed.said)} answers")
+            error = EpisodeLost if closed.interrupted or closed.error else EnvironmentStuck
+            at = "waits for tokens" if closed.interrupted else "is at work"
+            raise error(
+                "the program", why=f"not over within {limit_s:g} s; it {at} after {len(closed.answers)} answers"
+            )
         finally:
             run.cancel()
             await asyncio.gather(run, return_exceptions=True)
 
-    def _played(self, ended: ProgramExit, closed: Closed) -> PlayedEpisode:
+    def _played(self, ended: ProgramExit, closed: ClosedSession) -> PlayedEpisode:
         if over := exceeded_limit(ended.over, ended.code, stderr_tail(ended), self.program.limits):
             raise LimitExceeded("the program", why=over if ended.over else f"{over}; it ended with {exit_text(ended)}")
-        if closed.trouble:
-            raise (GenerationFailed if closed.never else EpisodeLost)(
-                "the program", why=f"its last call had no answer: {closed.trouble}"
+        if closed.error:
+            raise (GenerationFailed if closed.permanent else EpisodeLost)(
+                "the program", why=f"its last call had no answer: {closed.error}"
             )
-        if ended.code and not closed.used_up:
+        if ended.code and not closed.exhausted:
             raise EnvironmentFailed("the program", why=f"it ended with {exit_text(ended)}")
         if not closed.episode.branches:
             raise EnvironmentFailed("the program", why="it ended before the policy had replied")
         result = self._result(ended, closed)
         self.on_tokens(sum(sum(branch.loss_mask) for branch in closed.episode.branches))
         try:
-            rewards = rewards_of(result, closed.said)
+            rewards = rewards_of(result, closed.answers)
         except ValueError as error:
             raise EnvironmentFailed("the program", why=str(error)) from error
         return PlayedEpisode(
             episode=closed.episode,
             rewards=rewards,
             states={},
-            truncated=closed.used_up,
-            turns=len(closed.said),
-            cut=sum(said.finish_reason == "length" for said in closed.said),
+            truncated=closed.exhausted,
+            turns=len(closed.answers),
+            cut=sum(said.finish_reason == "length" for said in closed.answers),
             info=dict(result.info),
             output=ended.stdout,
             left=closed.left,
         )
 
-    def _result(self, ended: ProgramExit, closed: Closed) -> ProgramResult:
+    def _result(self, ended: ProgramExit, closed: ClosedSession) -> ProgramResult:
         if self.has_rewards:
             # What a judge is shown may quote the policy word for word: it must not be able to reward itself.
             return ProgramResult()
@@ -186,7 +189,7 @@ class ProgramPlayer:
             result = parse_result(ended.stdout)
         except ValueError as error:
             raise EnvironmentFailed("the program's result", why=str(error)) from None
-        if result is None and not closed.used_up:
+        if result is None and not closed.exhausted:
             why = f'it printed no line of JSON with "reward"; the end of its output: {ended.stdout[-200:]!r}'
             raise EnvironmentFailed("the program", why=f"{why}; roles.env.rewards is empty, too")
         return result or ProgramResult()
@@ -240,7 +243,7 @@ def _report_failure(done: asyncio.Future[None], on_failure: Callable[[BaseExcept
         on_failure(error)
 
 
-def rewards_of(result: ProgramResult, said: Sequence[Said]) -> dict[str, float]:
+def rewards_of(result: ProgramResult, said: Sequence[GivenAnswer]) -> dict[str, float]:
     """Return the reward of each answer, by its id in the episode, from a program's result.
 
     Args:

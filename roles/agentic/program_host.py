@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from relax_rt.process.limits import MIB, raise_open_files
-from relax_rt.roles.agentic.errors import EnvironmentFailed, EpisodeLost
+from relax_rt.roles.agentic.interface import EnvironmentFailed, EpisodeLost
 from relax_rt.roles.agentic.program import ProgramLimits
 from relax_rt.roles.agentic.program_spawner import END_S, MAX_MESSAGE_BYTES
 from relax_rt.roles.agentic.stall_detection import EpisodesStalled

@@ -241,7 +241,15 @@ def run_keeper(spawner: int, run_program: Callable[[int], NoReturn], refused: Ca
             _kill(program)
         if _has_children():
             procfs.kill_descendants()
-        _exit_as(status)
+        # Exit as the program did; None: killed.
+        number = signal.SIGKILL if status is None else os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if number:
+            sandbox_setup.set_rlimits({})
+            if number != signal.SIGKILL:
+                signal.signal(number, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+            os.kill(os.getpid(), number)
+        os._exit(os.WEXITSTATUS(status) if status is not None else CANNOT_START)
     except BaseException:  # noqa: BLE001 - the fork must not go on as a second spawner
         traceback.print_exc()
     finally:
@@ -283,18 +291,6 @@ def _has_children() -> bool:
     except ChildProcessError:
         return False
     return True
-
-
-def _exit_as(status: int | None) -> NoReturn:
-    """Exit as the program did; None: killed."""
-    number = signal.SIGKILL if status is None else os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    if number:
-        sandbox_setup.set_rlimits({})
-        if number != signal.SIGKILL:
-            signal.signal(number, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-        os.kill(os.getpid(), number)
-    os._exit(os.WEXITSTATUS(status) if status is not None else CANNOT_START)
 
 
 # --- the program's process

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from relax_rt.roles.data.media.pictures import ImageSpan, digest_of
+from relax_rt.roles.data.media.images import ImageSpan, image_digest
 from relax_rt.roles.rollout.router.core import Outcome
 
 FOLDER = "episodes"
@@ -101,7 +101,12 @@ class ReplayStore:
     def caches_of(self, prompt: int, member: int) -> list[ReplayCache]:
         """Return the caches of each seat of a member's game, in order."""
         if self._lookups % SWEEP_EVERY == 0:
-            self._sweep()
+            # Remove expired files: a group may end without this slot being told.
+            before = time.time() - self._lifetime_s
+            for path in self._folder.iterdir():
+                with suppress(OSError):
+                    if path.stat().st_mtime < before:
+                        path.unlink()
         self._lookups += 1
         first = member // self._seats * self._seats
         found = [ReplayCache(self._path(prompt, first + seat)) for seat in range(self._seats)]
@@ -115,14 +120,6 @@ class ReplayStore:
 
     def _path(self, prompt: int, member: int) -> Path:
         return self._folder / f"{prompt}.{member}"
-
-    def _sweep(self) -> None:
-        """Remove expired files: a group may end without this slot being told."""
-        before = time.time() - self._lifetime_s
-        for path in self._folder.iterdir():
-            with suppress(OSError):
-                if path.stat().st_mtime < before:
-                    path.unlink()
 
 
 def clear_all(caches: Sequence[ReplayCache]) -> None:
@@ -138,9 +135,9 @@ def _has_rows(outcome: Outcome, positions: int) -> bool:
 
 
 def _digest(prompt: Sequence[int], media: Sequence[ImageSpan]) -> int:
-    """Return xxh3-64 of token ids, as int32, and of the pictures among them."""
-    pictures = "".join(digest_of(one.data) for one in media)
-    return xxhash.xxh3_64_intdigest(np.array(prompt, np.int32).tobytes() + pictures.encode())
+    """Return xxh3-64 of token ids, as int32, and of the images among them."""
+    images = "".join(image_digest(one.data) for one in media)
+    return xxhash.xxh3_64_intdigest(np.array(prompt, np.int32).tobytes() + images.encode())
 
 
 def _read(path: Path) -> list[CachedReply]:

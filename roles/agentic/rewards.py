@@ -10,8 +10,7 @@ import msgspec
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RunConfig
-from relax_rt.roles.agentic.errors import EnvironmentFailed
-from relax_rt.roles.agentic.interface import Task, checked
+from relax_rt.roles.agentic.interface import EnvironmentFailed, Task, checked
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.agentic.tokens.messages import ASSISTANT
 from relax_rt.roles.agentic.tokens.types import CONTEXT, Episode, Message
@@ -105,7 +104,7 @@ def turns_of(episode: Episode, tokenizer: ChatTokenizer) -> list[dict[str, str]]
 
 
 def _text(message: Message) -> str:
-    """Return a message's text and, each on a line, its tool calls as JSON; pictures are left out."""
+    """Return a message's text and, each on a line, its tool calls as JSON; images are left out."""
     content = words(message.get("content"))
     parts = [part.get("text", "") for part in content] if isinstance(content, list) else [content]
     lines = ["".join(parts)] if any(parts) else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,35 +12,30 @@ from typing import Any, ClassVar, Protocol
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.agentic.chat_format import chat_format_of
-from relax_rt.roles.agentic.counters import EpisodeCounters
 from relax_rt.roles.agentic.episode import PlayedEpisode
-from relax_rt.roles.agentic.errors import (
+from relax_rt.roles.agentic.evaluation import EpisodeEvaluation
+from relax_rt.roles.agentic.interface import (
     EnvironmentFailed,
     EnvironmentStuck,
     EpisodeLost,
     GenerationFailed,
     LimitExceeded,
 )
-from relax_rt.roles.agentic.evaluation import EpisodeEvaluation
 from relax_rt.roles.agentic.loading import Factory, load_factory
 from relax_rt.roles.agentic.player import Player
-from relax_rt.roles.agentic.program_episodes import ProgramPlayer, open_programs
+from relax_rt.roles.agentic.program_episodes import open_programs
 from relax_rt.roles.agentic.replay_cache import ReplayStore, clear_all
 from relax_rt.roles.agentic.rewards import KEY, PLACE, reward_table
 from relax_rt.roles.agentic.samples import make_sample, new_sample, produced_record
-from relax_rt.roles.agentic.settings import EnvSettings
+from relax_rt.roles.agentic.settings import EnvSettings, chat_format_of
 from relax_rt.roles.agentic.stall_detection import MAX_LOSSES, EpisodesStalled, StallDetector, stall_error
 from relax_rt.roles.agentic.tasks import Tasks, load_tasks
-from relax_rt.roles.agentic.tokens.chat_format import load_chat_template
-from relax_rt.roles.agentic.tokens.template import ChatTemplate
+from relax_rt.roles.agentic.tokens.template import ChatTemplate, load_chat_template
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks, LoopWatch, cancel_all
 from relax_rt.roles.agentic.workers import EnvironmentPool, open_pool
 from relax_rt.roles.base.episodes import KIND
 from relax_rt.roles.base.locations import model_folder
 from relax_rt.roles.base.progress import without_retired
-from relax_rt.roles.base.role import RLRole
-from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.base.versions import committed_versions
 from relax_rt.roles.data.order import sample_seed
 from relax_rt.roles.data.settings import DataTable
@@ -48,13 +44,69 @@ from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.dry_run import task_of
 from relax_rt.roles.rollout.engines.routing import RoutingShape, sparse_layers
 from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTable
-from relax_rt.roles.rollout.router import Router
+from relax_rt.roles.rollout.router.role import RouterRole
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import ABOUT, Ticket
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.interface import idempotent
+
+
+@dataclass
+class EpisodeCounters:
+    """What an env slot has played since its last metrics record."""
+
+    since: float = field(default_factory=time.monotonic)
+    episodes: int = 0
+    failed: int = 0
+    stuck: int = 0
+    over_limit: int = 0
+    left: int = 0
+    lost: int = 0
+    turns: int = 0
+    truncated: int = 0
+    truncated_by: dict[str, int] = field(default_factory=dict)
+    cut: int = 0
+    tokens: int = 0
+    branches: int = 0
+    drift: int = 0
+    dropped_tokens: int = 0
+    reward: float = 0.0
+    info: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def add(self, played: PlayedEpisode) -> None:
+        """Count an episode."""
+        self.episodes += 1
+        self.turns += played.turns
+        if played.truncated:
+            self.truncated += 1
+            self.truncated_by[played.truncated] = self.truncated_by.get(played.truncated, 0) + 1
+        self.cut += played.cut
+        self.tokens += sum(len(branch.tokens) for branch in played.episode.branches)
+        self.branches += len(played.episode.branches)
+        self.drift += played.episode.counts.drift
+        self.dropped_tokens += played.episode.counts.dropped_tokens
+        self.left += played.left
+        self.reward += played.reward
+        for totals, values in ((self.info, played.info), (self.parts, played.parts)):
+            for name, value in values.items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+
+    def record(self) -> dict[str, object]:
+        """Return counts, and means over episodes of turns, tokens, reward and info."""
+        n = max(1, self.episodes)
+        return {
+            **{k: getattr(self, k) for k in ("episodes", "failed", "stuck", "over_limit", "lost")},
+            **{k: getattr(self, k) for k in ("truncated", "cut", "left", "branches", "drift", "dropped_tokens")},
+            **{k: getattr(self, k) / n for k in ("turns", "tokens", "reward")},
+            "truncated_by": self.truncated_by,
+            "info": {name: value / n for name, value in self.info.items()},
+            "rewards": {name: value / n for name, value in self.parts.items()},
+            "seconds": time.monotonic() - self.since,
+        }
+
 
 EVALUATES = f"{KIND}/0"
 """The slot that plays the held-out episodes."""
@@ -97,7 +149,7 @@ def split_games(members: Sequence[int], seats: int) -> list[list[int]]:
     return [list(found) for _, found in itertools.groupby(members, key=lambda member: member // seats)]
 
 
-class EnvRole(RLRole[EnvSettings]):
+class EnvRole(RouterRole[EnvSettings]):
     """One member of a group is one episode, and one sample. When the role dies, its tickets lapse and other slots play
     the episodes again; samples that were put stay.
 
@@ -135,7 +187,6 @@ class EnvRole(RLRole[EnvSettings]):
         self.factory: Factory
         self.tasks: Tasks
         self.pool: EnvironmentPool | None = None
-        self.router: Router
         self.player: Player
         self.evaluation: EpisodeEvaluation | None = None
         self.routing: RoutingShape | None = None
@@ -147,7 +198,9 @@ class EnvRole(RLRole[EnvSettings]):
     async def setup(self) -> None:
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading tokenizer and environment")
         await asyncio.to_thread(self._load)
-        await self._open_pool()
+        self.pool = open_pool(self.settings, self.factory, self.config.config_dir)
+        if self.pool is not None:
+            await self.resources.enter_async_context(self.pool)
         await self._start_rewards()
         self.ctx.serve(EnvApi, self)
         await self.open_queue(length_field="tokens", on_lost=self._on_groups_lost)
@@ -166,11 +219,6 @@ class EnvRole(RLRole[EnvSettings]):
             lasts_s = 2 * self.settings.episode_timeout_s
             self.store = ReplayStore(self.ctx.run_dir, self.factory.seats, lasts_s, self._is_too_stale)
 
-    async def _open_pool(self) -> None:
-        self.pool = open_pool(self.settings, self.factory, self.config.config_dir)
-        if self.pool is not None:
-            await self.resources.enter_async_context(self.pool)
-
     async def _start_rewards(self) -> None:
         if (table := reward_table(self.config)) is None:
             return
@@ -188,8 +236,27 @@ class EnvRole(RLRole[EnvSettings]):
     async def run(self) -> None:
         self._failure = asyncio.get_running_loop().create_future()
         programs = open_programs(self.ctx, self.factory.program, self._advance, self._fail_role)
-        async with Router(self.ctx) as self.router, programs as playing:
-            self._make_player(playing)
+        await self.open_router()
+        async with programs as playing:
+            most = max(MIN_ABANDONED, self.settings.episodes_in_flight // 4)
+            self.player = Player(
+                factory=self.factory,
+                pool=self.pool,
+                chat=self.chat,
+                generate=self.router.generate,
+                settings=self.settings,
+                sampling=self.table(SamplingTable),
+                stop_ids=self.tokenizer.stop_ids,
+                lag=self._lag,
+                on_tokens=self._advance,
+                routing=self.routing is not None,
+                rewards=None if self.rewards is None else self.rewards.score_one,
+                programs=playing,
+                abandoned=AbandonedTasks(most, self._on_abandoned, self._fail_role),
+            )
+            if self.ctx.who.slot == EVALUATES:
+                places = self.settings.episodes_in_flight
+                self.evaluation = EpisodeEvaluation(self.ctx, self.config, self.tasks, self.player, self._seed, places)
             await self.ctx.ready()
             work = asyncio.create_task(self._work())
             jobs = [asyncio.create_task(job) for job in (self._follow(), self._report())]
@@ -213,27 +280,6 @@ class EnvRole(RLRole[EnvSettings]):
         """End the role."""
         if not self._failure.done():
             self._failure.set_exception(error)
-
-    def _make_player(self, programs: ProgramPlayer | None) -> None:
-        most = max(MIN_ABANDONED, self.settings.episodes_in_flight // 4)
-        self.player = Player(
-            factory=self.factory,
-            pool=self.pool,
-            chat=self.chat,
-            generate=self.router.generate,
-            settings=self.settings,
-            sampling=self.table(SamplingTable),
-            stop_ids=self.tokenizer.stop_ids,
-            lag=self._lag,
-            on_tokens=self._advance,
-            routing=self.routing is not None,
-            rewards=None if self.rewards is None else self.rewards.score_one,
-            programs=programs,
-            abandoned=AbandonedTasks(most, self._on_abandoned, self._fail_role),
-        )
-        if self.ctx.who.slot == EVALUATES:
-            places = self.settings.episodes_in_flight
-            self.evaluation = EpisodeEvaluation(self.ctx, self.config, self.tasks, self.player, self._seed, places)
 
     def _on_abandoned(self, name: str, where: str, line: str) -> None:
         """Report a coroutine of the environment that did not end when it was cancelled."""
@@ -330,7 +376,13 @@ class EnvRole(RLRole[EnvSettings]):
                 self.ctx.progress.waiting(answer.waiting_on)
             for ticket in await without_retired(self.queue, answer.tickets, self._item):
                 if ticket.group in self.queue.groups:
-                    self._start_group(ticket)
+                    group = self.groups[ticket.group] = EpisodeGroup(ticket)
+                    members = ticket.wanted()
+                    group.remaining = len(members)
+                    for game in split_games(members, self.factory.seats):
+                        task = asyncio.create_task(self._play_game(group, game), name=f"group {ticket.group}")
+                        task.add_done_callback(self._on_task_done)
+                        group.tasks.append(task)
         self._version_changed.set()
 
     def _item(self, ticket: Ticket) -> str:
@@ -348,15 +400,6 @@ class EnvRole(RLRole[EnvSettings]):
 
     # --- groups
 
-    def _start_group(self, ticket: Ticket) -> None:
-        group = self.groups[ticket.group] = EpisodeGroup(ticket)
-        members = ticket.wanted()
-        group.remaining = len(members)
-        for game in split_games(members, self.factory.seats):
-            task = asyncio.create_task(self._play_game(group, game), name=f"group {ticket.group}")
-            task.add_done_callback(self._on_task_done)
-            group.tasks.append(task)
-
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         """End the role if a game's task failed with an error that is not an episode's."""
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -366,7 +409,26 @@ class EnvRole(RLRole[EnvSettings]):
         """Play the members of one game and put their samples."""
 
         for member, played in zip(members, await self._play_members(group, members), strict=False):
-            sample = self._make_sample(group.ticket, member, played)
+            sampling_table = self.table(SamplingTable)
+
+            sampling: dict[str, float | int | str] = {
+                "temperature": sampling_table.temperature,
+                "max_new_tokens": sampling_table.max_new_tokens,
+                "seed": self._seed(group.ticket.prompt, member, group.ticket.attempt),
+            }
+            task = self.tasks.train(group.ticket.prompt, group.ticket.item)
+            who = str(self.ctx.who)
+            sample = make_sample(
+                group.ticket,
+                member,
+                task,
+                played,
+                tokenizer=self.tokenizer,
+                sampling=sampling,
+                player=who,
+                routing=self.routing,
+                has_vision=self.chat.image_processor is not None,
+            )
             self.ctx.metrics(produced_record(self.ctx.who.slot, sample))
             await self.queue.put_samples([new_sample(sample)])
             self._counters.add(played)
@@ -415,7 +477,12 @@ class EnvRole(RLRole[EnvSettings]):
             try:
                 found = await self.player.play_game(name, task, seed, replays=replays)
                 for played in found:
-                    self._check_trainable(played)
+                    # The trainer must be able to train it.
+                    count = len(played.episode.branches)
+                    if count > 1 and self.config.role("trainer", TrainerSettings).backend == "megatron":
+                        hint = "have the environment go on with one conversation, or train with the torch backend"
+                        why = f"it has {count} branches, and gangs of Megatron-Core take one"
+                        raise EnvironmentFailed("the episode", why=why, hint=hint)
             except EpisodeLost as error:
                 self._counters.lost += 1
                 self.ctx.event("episode_lost", episode=name, item=task.item, why=str(error))
@@ -453,15 +520,6 @@ class EnvRole(RLRole[EnvSettings]):
             return [found[member % seats] for member in members]
         return []
 
-    def _check_trainable(self, played: PlayedEpisode) -> None:
-        """Raises: EnvironmentFailed, if the trainer cannot train the episode."""
-
-        count = len(played.episode.branches)
-        if count > 1 and self.config.role("trainer", TrainerSettings).backend == "megatron":
-            hint = "have the environment go on with one conversation, or train with the torch backend"
-            why = f"it has {count} branches, and gangs of Megatron-Core take one"
-            raise EnvironmentFailed("the episode", why=why, hint=hint)
-
     def _record_failure(self, group: EpisodeGroup, name: str, item: str, why: str, kind: str, *, late: bool) -> None:
         """Record a failed episode.
 
@@ -473,28 +531,6 @@ class EnvRole(RLRole[EnvSettings]):
         self.ctx.event(kind, episode=name, item=item, why=why)
         self.ctx.log.warning("an episode failed", episode=name, item=item, why=why)
         self._stalls.record_failed(group.ticket.prompt, f"{name}: {why}")
-
-    def _make_sample(self, ticket: Ticket, member: int, played: PlayedEpisode) -> Sample:
-        sampling_table = self.table(SamplingTable)
-
-        sampling: dict[str, float | int | str] = {
-            "temperature": sampling_table.temperature,
-            "max_new_tokens": sampling_table.max_new_tokens,
-            "seed": self._seed(ticket.prompt, member, ticket.attempt),
-        }
-        task = self.tasks.train(ticket.prompt, ticket.item)
-        who = str(self.ctx.who)
-        return make_sample(
-            ticket,
-            member,
-            task,
-            played,
-            tokenizer=self.tokenizer,
-            sampling=sampling,
-            player=who,
-            routing=self.routing,
-            has_vision=self.chat.image_processor is not None,
-        )
 
     def _on_groups_lost(self, groups: list[int]) -> None:
         """Stop playing groups that the queue has given to others or dropped."""

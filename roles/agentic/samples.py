@@ -13,7 +13,7 @@ from relax_rt.roles.agentic.episode import PlayedEpisode
 from relax_rt.roles.agentic.interface import Task
 from relax_rt.roles.agentic.tokens.types import Branch
 from relax_rt.roles.base.sample import Sample, SampleMeta, TurnSpan, content_digest, generated_columns
-from relax_rt.roles.data.media.pictures import IMAGE, ImageRef, ImageSpan
+from relax_rt.roles.data.media.images import IMAGE, ImageRef, ImageSpan
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.engines.routing import NO_EXPERT, RoutingShape
 from relax_rt.roles.training.algorithms.inputs import TURN_REWARDS, TURN_STATES
@@ -43,7 +43,7 @@ def make_sample(
 
     Args:
         sampling: what replies were sampled with. player: slot and epoch of the role that played it.
-        routing: what routing rows look like; None: replies have none. sees: the model takes pictures.
+        routing: what routing rows look like; None: replies have none. has_vision: the model takes images.
 
     Raises:
         Refused: a branch lacks the routing rows that were asked for.
@@ -97,7 +97,7 @@ def make_sample(
         versions=versions,
         reward=played.reward,
         rewards=played.parts or {"episode": played.reward},
-        media=[ImageSpan(p.start, p.end, played.episode.pictures[p.digest]) for p in placed] if has_vision else None,
+        media=[ImageSpan(p.start, p.end, played.episode.images[p.digest]) for p in placed] if has_vision else None,
         routing=None if routing is None else _routing(routing, branches, f"{ticket.group}.{member}"),
     )
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import Field
 
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import Filled, RoleSettings, RunConfig, Seconds
+from relax_rt.roles.agentic.tokens.parsers import ChatFormat
 from relax_rt.roles.base.episodes import DEFAULT_MAX_TOKENS, KIND, plays_episodes
+from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.roles.rewards.settings import ComponentTable
 
 PROGRAM = "program"
@@ -34,7 +37,7 @@ class EnvSettings(RoleSettings):
     max_tokens: Annotated[int, Field(ge=16, le=1 << 20)] = DEFAULT_MAX_TOKENS
     """Tokens of one episode, observations included; each reply has sampling.max_new_tokens at most."""
     media_kib: Annotated[int, Field(ge=1, le=16_384)] = 1024
-    """Pictures of one episode, encoded, each counted once; for models that see."""
+    """Images of one episode, encoded, each counted once; for models that see."""
     turn_timeout_s: Seconds = 30.0
     """Deadline of one call of the environment. A call that takes longer is stuck: its process is killed and its
     episode played again."""
@@ -78,3 +81,20 @@ def env_settings(config: RunConfig) -> EnvSettings | None:
 def is_program(table: EnvSettings) -> bool:
     """Return whether the environment is a program that speaks to the gateway."""
     return table.environment.partition(":")[0] == PROGRAM
+
+
+def gateway_settings(config: RunConfig) -> GatewaySettings | None:
+    """Return the table [roles.gateway], if the run has one that is not a role of the user's own."""
+    table = config.roles.get("gateway")
+    target = table.get("target") if isinstance(table, dict) else getattr(table, "target", None)
+    return None if table is None or target is not None else role_settings(config, "gateway", GatewaySettings)
+
+
+def chat_format_of(config: RunConfig) -> ChatFormat:
+    """Return the chat format of episodes: each key of [roles.env], else of [roles.gateway]."""
+    gateway, env = gateway_settings(config), env_settings(config)
+    found = ChatFormat()
+    if gateway is not None:
+        found = ChatFormat(gateway.chat_template, gateway.tool_parser, gateway.reasoning_parser)
+    own = {} if env is None else {name: getattr(env, name) for name in ChatFormat.__struct_fields__}
+    return msgspec.structs.replace(found, **{name: value for name, value in own.items() if value is not None})

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
-from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck, EpisodeLost
+from relax_rt.roles.agentic.interface import EnvironmentFailed, EnvironmentStuck, EpisodeLost
 from relax_rt.roles.base.user_code import innermost_user_line
 from relax_rt.transport.rpc.errors import RelaxError
 

@@ -17,12 +17,13 @@ import sys
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import msgspec
 
-from relax_rt.process.worker import WorkerLink, end_with_parent
+from relax_rt.process import procfs
+from relax_rt.process.worker import WorkerLink
 from relax_rt.roles.agentic.interface import (
     EpisodeOver,
     Message,
@@ -35,21 +36,101 @@ from relax_rt.roles.agentic.interface import (
 )
 from relax_rt.roles.agentic.loading import Factory, load_factory
 from relax_rt.roles.agentic.user_tasks import LoopWatch
-from relax_rt.roles.agentic.worker_messages import (
-    MAX_BYTES,
-    CallResult,
-    CancelCall,
-    EnvironmentCall,
-    LoopBlocked,
-    PolicyArguments,
-    PolicyReply,
-    PolicyRequest,
-    ReplyReward,
-    ToWorker,
-    WorkerSetup,
-)
 from relax_rt.roles.base.user_code import user_line
 from relax_rt.transport.rpc.errors import RelaxError
+
+MAX_BYTES = 64 << 20
+Operation = Literal["reset", "step", "close", "play"]
+
+
+class WorkerSetup(msgspec.Struct, frozen=True):
+    """The first message: which environment to load; see [roles.env].
+
+    Attributes:
+        blocked_after_s: an event loop that does not answer for so long is reported as blocked.
+    """
+
+    target: str
+    options: dict[str, Any]
+    config_dir: str
+    blocked_after_s: float = 5.0
+
+
+class EnvironmentCall(msgspec.Struct, frozen=True, array_like=True, tag="call"):
+    """A call of an episode's environment; data is the encoded task or reply.
+
+    Async environments get further calls before this one has returned. `play` calls a function that plays the episode.
+    """
+
+    number: int
+    episode: int
+    operation: Operation
+    data: bytes = b""
+
+
+class CallResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
+    """The result of a call: an encoded Observation, text, Step or reward, or an error; number 0: of loading.
+
+    Attributes:
+        over: a function let EpisodeOver pass.
+    """
+
+    number: int
+    data: bytes = b""
+    error: str = ""
+    over: str = ""
+
+
+class PolicyRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """A function, called by `number`, asks the policy; data is an encoded ChatArguments."""
+
+    number: int
+    request: int
+    data: bytes
+
+
+class PolicyReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
+    """The policy's reply to a ChatRequest: an encoded Reply, or why there is none."""
+
+    request: int
+    data: bytes = b""
+    error: str = ""
+    over: str = ""
+
+
+class ReplyReward(msgspec.Struct, frozen=True, array_like=True, tag="reward"):
+    """A reward that a function, called by `number`, gives to a reply."""
+
+    number: int
+    value: float
+    reply: str
+
+
+class CancelCall(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """Nobody waits any more: to a worker for a call, from it for a ChatRequest."""
+
+    number: int
+    request: int = 0
+
+
+class LoopBlocked(msgspec.Struct, frozen=True, array_like=True, tag="blocked"):
+    """A call (0: unknown) blocks the worker's event loop at this line of code; empty line: it answers again."""
+
+    number: int
+    line: str = ""
+
+
+class PolicyArguments(msgspec.Struct, frozen=True, array_like=True):
+    """Arguments of Chat.say."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    previous: str
+
+
+ToWorker = EnvironmentCall | PolicyReply | CancelCall
+FromWorker = CallResult | PolicyRequest | ReplyReward | CancelCall | LoopBlocked
+
 
 MAX_ERROR_CHARS = 2000
 
@@ -57,7 +138,8 @@ MAX_ERROR_CHARS = 2000
 def main() -> None:
     """Load the environment, report that, and serve the slot that holds the other end of the socket."""
     # Neither threads of user code nor a call that hangs keep this process alive.
-    end_with_parent()
+    if not procfs.die_with_parent(os.getppid()):
+        return
     link = WorkerLink(int(sys.argv[1]), MAX_BYTES)
     if (body := link.receive()) is None:
         return

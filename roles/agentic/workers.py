@@ -30,11 +30,20 @@ from relax_rt.process.worker_pool import (
     WorkerSpec,
     WorkerTimeout,
 )
-from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck, EpisodeLost
-from relax_rt.roles.agentic.interface import Chat, EpisodeOver, Observation, Reply, Step, Task
+from relax_rt.roles.agentic.interface import (
+    Chat,
+    EnvironmentFailed,
+    EnvironmentStuck,
+    EpisodeLost,
+    EpisodeOver,
+    Observation,
+    Reply,
+    Step,
+    Task,
+)
 from relax_rt.roles.agentic.loading import Factory
 from relax_rt.roles.agentic.settings import EnvSettings
-from relax_rt.roles.agentic.worker_messages import (
+from relax_rt.roles.agentic.worker_process import (
     MAX_BYTES,
     CallResult,
     CancelCall,

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from relax_rt.roles.data.media.pictures import ImageSpan, digest_of
+from relax_rt.roles.data.media.images import ImageSpan, image_digest
 from relax_rt.transport.queue.batch import LeasedSample
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
@@ -97,7 +97,7 @@ class Sample(msgspec.Struct, kw_only=True):
         proximal_logprobs: float32 [T] of the weights of proximal_version. reference_logprobs, values: float32 [T]; the
             reference never changes, and the critic is asked within the step.
         routing: int16 [T-1, layers, k] experts chosen (MoE); -1 at a branch's last token, which was sent nowhere.
-        media: the pictures among the tokens, in order; None: the model reads text alone.
+        media: the images among the tokens, in order; None: the model reads text alone.
     """
 
     meta: SampleMeta
@@ -136,7 +136,8 @@ def task_fields(
 ) -> dict[str, tuple[str, ...]]:
     """Return TASK_FIELDS for a run with these roles: with a reference, training waits for its log-probabilities.
 
-    rewarded: samples have their reward when they are put. sees: the model takes pictures, so training waits for them.
+    rewarded: samples have their reward when they are put. has_vision: the model takes images, and training waits for
+    them.
     """
     tasks = {name: fields for name, fields in TASK_FIELDS.items() if name != "reward" or not rewarded}
     if has_vision:
@@ -160,7 +161,7 @@ def content_digest(sample: Sample) -> str:
 def generated_columns(sample: Sample) -> dict[str, Any]:
     """Return the columns that a producer puts: tokens, mask, behaviour log-probabilities and meta.
 
-    Routing rows are there if the sample has any; pictures, perhaps none, where the model takes pictures.
+    Routing rows are there if the sample has any; images, perhaps none, where the model takes images.
     """
     columns: dict[str, Any] = {
         "tokens": sample.tokens,
@@ -171,7 +172,7 @@ def generated_columns(sample: Sample) -> dict[str, Any]:
     if sample.routing is not None:
         columns["routing"] = sample.routing
     if sample.media is not None:
-        columns["media"] = {digest_of(one.data): one.data for one in sample.media}
+        columns["media"] = {image_digest(one.data): one.data for one in sample.media}
     return columns
 
 
@@ -202,10 +203,10 @@ def read_sample(leased: LeasedSample) -> Sample:
         reference_logprobs=optional("reference_logprobs"),
         values=optional("values"),
         routing=optional("routing"),
-        media=_pictures(meta, leased.decode("media", dict[str, bytes])) if "media" in leased else None,
+        media=_images(meta, leased.decode("media", dict[str, bytes])) if "media" in leased else None,
     )
 
 
-def _pictures(meta: SampleMeta, held: Mapping[str, bytes]) -> list[ImageSpan]:
-    """Return the pictures: `meta.media` has their places among the tokens, the column the bytes by digest."""
+def _images(meta: SampleMeta, held: Mapping[str, bytes]) -> list[ImageSpan]:
+    """Return the images: `meta.media` has their places among the tokens, the column the bytes by digest."""
     return [ImageSpan(one["start"], one["end"], held[one["digest"]]) for one in meta.media]

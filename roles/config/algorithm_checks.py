@@ -15,7 +15,7 @@ from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.training.algorithms.objective import COMMON_OPTIONS, ObjectiveParts, read_parts
 from relax_rt.roles.training.algorithms.registry import BoundPart, Kind, bind, parts
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.critic.settings import CriticSettings
+from relax_rt.roles.training.backend.settings import CriticSettings
 
 BESIDE = {"reference": "log-probabilities of a reference policy or teacher", "values": "the values of a critic"}
 CALLS_S = 30.0

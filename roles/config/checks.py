@@ -23,11 +23,9 @@ from relax_rt.roles.models.settings import ShardedSettings, TrainedSettings
 from relax_rt.roles.rewards.checks import check_judge, check_reward
 from relax_rt.roles.rewards.settings import RewardSettings
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings, longest_tokens
-from relax_rt.roles.training.algorithms.learning_rate import check_rates
 from relax_rt.roles.training.algorithms.objective import read_parts
-from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.megatron.limits import unsupported
-from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.roles.training.algorithms.settings import check_rates
+from relax_rt.roles.training.backend.settings import ReferenceSettings, TrainerSettings, unsupported
 
 BYTES_A_TOKEN = 9
 """int32 token, uint8 mask, float32 log-probability."""

@@ -10,10 +10,8 @@ from relax_rt.cluster.nodes.api import HEAD
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RunConfig
 from relax_rt.roles.models.cache import say
-from relax_rt.roles.training.algorithms.learning_rate import check_rates
-from relax_rt.roles.training.algorithms.settings import ColdStartTable
-from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.roles.training.algorithms.settings import ColdStartTable, check_rates
+from relax_rt.roles.training.backend.settings import ReferenceSettings, TrainerSettings
 from relax_rt.roles.training.sft.data import UnusableRows, load_sft_data
 from relax_rt.transport.rpc.errors import RelaxError
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from relax_rt.cluster.nodes.machine import count_gpus
 from relax_rt.config.schema import Chosen, RunConfig
 from relax_rt.roles.models.precision import NARROW, Choice, choose_for_gpu, cpu_dtype, gpu_capabilities
 from relax_rt.roles.models.settings import ModelTable, ShardedSettings
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.rollout.engines.settings import EngineSettings
+from relax_rt.supervision.devices import count_gpus
 
 AUTO = "auto"
 EXPLICIT = "as roles.toml says"

@@ -32,7 +32,7 @@ EPISODE_TOKEN_BYTES = 64
 MUCH_MEMORY = 2 << 30
 """Warn above this many bytes of routing rows in one process."""
 BLIND = {
-    "reference": "the reference would compute log-probabilities without the pictures",
+    "reference": "the reference would compute log-probabilities without the images",
     "critic": "the critic would value what it does not see",
 }
 """Roles that compute with samples' tokens alone."""
@@ -138,8 +138,8 @@ def _journal(config: RLConfig, table: RolloutSettings, shape: RoutingShape) -> I
         )
 
 
-def check_pictures(config: RLConfig, folder: Path) -> Iterator[Problem]:
-    """Check the config against the model in this folder if it takes pictures."""
+def check_images(config: RLConfig, folder: Path) -> Iterator[Problem]:
+    """Check the config against the model in this folder if it takes images."""
     if not has_vision(folder):
         return
     if find_spec("PIL") is None:
@@ -147,7 +147,7 @@ def check_pictures(config: RLConfig, folder: Path) -> Iterator[Problem]:
     for kind in ("rollout", "evaluator"):
         engine = config.roles.get(kind)
         if isinstance(engine, EngineSettings) and engine.engine == "sglang":
-            message = "the model sees, and pictures are not handed on to SGLang"
+            message = "the model sees, and images are not handed on to SGLang"
             yield Problem(("roles", kind, "engine"), message, 'set engine = "embedded"')
     trainer = config.role("trainer", TrainerSettings)
     if trainer.backend != "torch":
@@ -164,11 +164,11 @@ def check_pictures(config: RLConfig, folder: Path) -> Iterator[Problem]:
         table = config.roles.get(kind)
         if isinstance(table, RoleSettings) and table.target is None and table.count:
             yield Problem(("roles", kind), f"the model sees: {why}", "leave the table out", at="key")
-    yield from _picture_capacity(config)
+    yield from _image_capacity(config)
 
 
-def _picture_capacity(config: RLConfig) -> Iterator[Problem]:
-    """Check that the queue holds the pictures of episodes too."""
+def _image_capacity(config: RLConfig) -> Iterator[Problem]:
+    """Check that the queue holds the images of episodes too."""
     if (env := env_settings(config)) is None:
         return
     program = is_program(env)
@@ -178,7 +178,7 @@ def _picture_capacity(config: RLConfig) -> Iterator[Problem]:
     if need > have:
         mib = -(-need // MIB)
         message = (
-            f"an episode may have {kib} KiB of pictures: with them {retained_batches(config):g} batches of "
+            f"an episode may have {kib} KiB of images: with them {retained_batches(config):g} batches of "
             f"{batch_samples(config)} samples need {mib} MiB, and queue.capacity_mib + spill_mib = {have // MIB}"
         )
         place = ("roles", "gateway", "session_media_kib") if program else ("roles", "env", "media_kib")

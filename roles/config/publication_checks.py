@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from relax_rt.cluster.nodes.api import HEAD
-from relax_rt.cluster.nodes.machine import count_gpus
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RunConfig
 from relax_rt.roles.config.dtypes import EXPLICIT, setting
@@ -18,6 +17,7 @@ from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.publication.settings import PublicationTable, wire_of
+from relax_rt.supervision.devices import count_gpus
 
 CARRIER = ("publication", "carrier")
 UNSENT = ("shared_memory", "directory")

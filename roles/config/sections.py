@@ -10,7 +10,7 @@ from relax_rt.roles.models.settings import ModelTable
 from relax_rt.roles.rewards.settings import RewardTable
 from relax_rt.roles.rollout.engines.settings import ColocationTable, SamplingTable
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable, ColdStartTable
-from relax_rt.roles.training.checkpoints.settings import CheckpointTable
+from relax_rt.roles.training.backend.settings import CheckpointTable
 from relax_rt.roles.training.publication.settings import PublicationTable
 
 

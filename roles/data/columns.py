@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from relax_rt.roles.data.items import Message, RawItem
+from relax_rt.roles.data.items import RawItem
+from relax_rt.roles.models.chat_template import Message
 from relax_rt.transport.rpc.errors import RelaxError
 
 Form = Literal["auto", "prompt", "openai", "verl", "trl", "sharegpt"]
@@ -108,7 +109,11 @@ class ColumnReader:
             if answer is _LAST_TURN:
                 last = messages.pop()
                 answer = last["content"] or last.get("tool_calls")
-            _check_open(where, messages, self._leaving_out(found, other))
+            if messages[-1]["role"] == "assistant":
+                leaving_out = self._leaving_out(found, other)
+                hint = f"{leaving_out} to take that message as the answer, or " if leaving_out else ""
+                why = "the last message is the assistant's, so there is nothing to generate"
+                raise RelaxError(where, why=why, hint=f"{hint}leave the message out")
             question = "\n".join(f"{m['role']}: {m['content']}" for m in messages)
         self._metadata(where, row, found, form, other, metadata)
         tools = parse_tools(where, found["tools"]) if found.get("tools") not in (None, "", []) else None
@@ -347,18 +352,6 @@ def _content_of(where: str, name: str, value: Any) -> Any:
     return value
 
 
-def _check_open(where: str, messages: list[Message], leaving_out: str) -> None:
-    """Refuse messages that leave nothing to generate.
-
-    Args:
-        leaving_out: how to leave the answer out, so that the last message is it; empty: it cannot be.
-    """
-    if messages[-1]["role"] == "assistant":
-        hint = f"{leaving_out} to take that message as the answer, or " if leaving_out else ""
-        hint += "leave the message out"
-        raise RelaxError(where, why="the last message is the assistant's, so there is nothing to generate", hint=hint)
-
-
 def parse_messages(where: str, value: Any, column: str = "messages") -> list[Message]:
     """A conversation of a row, in the form that chat templates take: roles of ROLES, content as text.
 
@@ -418,7 +411,7 @@ def _part(where: str, part: Any, named: str) -> str:
     if kind in TEXT_PARTS and isinstance(part.get("text"), str):
         return str(part["text"])
     if isinstance(part, dict) and isinstance(kind, str) and kind not in TEXT_PARTS:
-        hint = "prompts of [data] have text alone; an environment can show pictures (docs/guides/pictures.md)"
+        hint = "prompts of [data] have text alone; an environment can show images (docs/guides/pictures.md)"
         raise RelaxError(where, why=f"{named} has a part of type {kind!r}", hint=hint)
     raise RelaxError(where, why=f"{named} has a part that is no text: {part!r:.60}")
 

@@ -200,7 +200,11 @@ class RowIndex:
             return cls._built_aside(build)
         with suppress(OSError):
             os.utime(folder)
-            _prune(folder)
+            # Remove the least recently used indices. A process that has one open can still read it.
+            others = [path for path in folder.parent.glob(f"{PREFIX}*") if path.is_dir() and path != folder]
+            for path in sorted(others, key=lambda one: one.stat().st_mtime, reverse=True)[KEPT_INDICES - 1 :]:
+                shutil.rmtree(path, ignore_errors=True)
+                path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
         return cls._read(folder)
 
     @classmethod
@@ -370,7 +374,12 @@ class Builder:
                         encoded = msgspec.msgpack.encode(raw)
                         offset, size = copies.tell(), len(encoded)
                         copies.write(encoded)
-                    self._add((offset, size, line, base + at, number), own_hashes)
+                    for column, value in zip(self._columns, (offset, size, line, base + at, number), strict=True):
+                        column.append(value)
+                    self._questions.append(own_hashes[0])
+                    self._digests.append(own_hashes[1])
+                    if len(self._digests) == CHUNK:
+                        self._flush()
                     read += 1
                     if read > MAX_ROWS:
                         raise RelaxError("data", why=f"there are more than {MAX_ROWS} rows", hint="use fewer files")
@@ -409,14 +418,6 @@ class Builder:
         )
         np.save(self._folder / "rows.npy", rows)
         (self._folder / "contents.msgpack").write_bytes(msgspec.msgpack.encode(contents))
-
-    def _add(self, values: tuple[int, ...], hashes: tuple[bytes, bytes]) -> None:
-        for column, value in zip(self._columns, values, strict=True):
-            column.append(value)
-        self._questions.append(hashes[0])
-        self._digests.append(hashes[1])
-        if len(self._digests) == CHUNK:
-            self._flush()
 
     def _flush(self) -> None:
         rows = np.zeros(len(self._digests), ROW)
@@ -484,11 +485,3 @@ def _key(sources: Sequence[SourceSpec], shards: Sequence[Sequence[Shard]], dupli
         with suppress(metadata.PackageNotFoundError):
             parts.append(metadata.version(package))
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(parts))
-
-
-def _prune(current: Path) -> None:
-    """Remove the least recently used indices. A process that has one open can still read it."""
-    others = [path for path in current.parent.glob(f"{PREFIX}*") if path.is_dir() and path != current]
-    for path in sorted(others, key=lambda one: one.stat().st_mtime, reverse=True)[KEPT_INDICES - 1 :]:
-        shutil.rmtree(path, ignore_errors=True)
-        path.with_name(f"{path.name}.lock").unlink(missing_ok=True)

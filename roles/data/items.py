@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-Message = dict[str, Any]
+from relax_rt.roles.models.chat_template import Message
+
 EXACT = 2**53
 """Floats without a fraction below this are treated as integers that were stored as floats."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -17,11 +17,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from relax_rt.roles.data.index import RowIndex, first_row, sources_of
-from relax_rt.roles.data.items import Message, PromptItem, RawItem, answer_text
+from relax_rt.roles.data.items import PromptItem, RawItem, answer_text
 from relax_rt.roles.data.order import Mixture, epoch_order, sample_seed, substitute
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.data.split.canonical import held_out_below
-from relax_rt.roles.data.truncation import truncated
+from relax_rt.roles.models.chat_template import Message, words
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.transport.rpc.errors import RelaxError
 
@@ -537,3 +537,60 @@ def fill(template: str, raw: RawItem, setting: str = "data.template") -> str:
         return answer_text(value) if isinstance(value, float) else str(value)
 
     return FIELD.sub(put, template)
+
+
+HEAD = ("system", "developer")
+
+
+def truncated(
+    messages: Sequence[Message], render: Callable[[list[Message]], list[int]], most: int
+) -> tuple[list[Message], list[int]] | None:
+    """Shorten a conversation to at most `most` tokens.
+
+    Drops the oldest exchanges, then if necessary the beginning of the last user message. An exchange is a user message
+    with everything up to the next one. System messages at the beginning stay.
+
+    Args:
+        render: token ids of a conversation, the opening of the assistant's turn included.
+
+    Returns:
+        The messages and their tokens; None if what has to stay is too long already, or the text to be shortened is
+        none (images).
+    """
+    first = next((at for at, one in enumerate(messages) if one["role"] not in HEAD), len(messages))
+    head, rest = list(messages[:first]), list(messages[first:])
+    asked = [at for at, one in enumerate(rest) if one["role"] == "user"]
+    for begin in asked:
+        if not begin:
+            continue
+        kept = [*head, *rest[begin:]]
+        tokens = render(kept)
+        if len(tokens) <= most:
+            return kept, tokens
+    if not asked:
+        return None
+    return _shortened(head, rest[asked[-1] :], render, most)
+
+
+def _shortened(
+    head: list[Message], last: list[Message], render: Callable[[list[Message]], list[int]], most: int
+) -> tuple[list[Message], list[int]] | None:
+    text = words(last[0].get("content"))
+    if not isinstance(text, str) or not text:
+        return None
+
+    def without(count: int) -> tuple[list[Message], list[int]]:
+        kept = [*head, {**last[0], "content": text[count:]}, *last[1:]]
+        return kept, render(kept)
+
+    # Binary search for the fewest characters to remove. A cut inside a token may add one token, so the count is not
+    # strictly monotonic; the result is only taken from cuts that were rendered and fit.
+    low, high, found = 1, len(text) - 1, None
+    while low <= high:
+        middle = (low + high) // 2
+        kept, tokens = without(middle)
+        if len(tokens) <= most:
+            found, high = (kept, tokens), middle - 1
+        else:
+            low = middle + 1
+    return found

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from relax_rt.roles.rewards.library.text import bare_integer, last_integer, squeeze
+from relax_rt.roles.rewards.library.final_answer import bare_integer, last_integer, squeeze
 
 Z95 = 1.959963984540054
 """Two-sided 95% quantile of the normal distribution."""

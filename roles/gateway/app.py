@@ -1,11 +1,11 @@
-"""The gateway as an ASGI application (asgi.readthedocs.io, HTTP, version 2.3)."""
+"""The gateway as an ASGI application (asgi.readthedocs.io, HTTP, version 2.3): endpoints, and answers that stream."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -16,11 +16,10 @@ from starlette.routing import Route
 
 from relax_rt.roles.gateway.access import Caller, Keys
 from relax_rt.roles.gateway.anthropic_messages import CountTokensApi, MessagesApi
-from relax_rt.roles.gateway.calls import ApiFormat, Call, CallError, Choice, Family, Head, Writer
-from relax_rt.roles.gateway.openai_chat import ChatApi
-from relax_rt.roles.gateway.openai_completions import CompletionsApi
+from relax_rt.roles.gateway.calls import ApiFormat, Call, CallError, Choice, Head, StreamWriter
+from relax_rt.roles.gateway.openai_chat import ChatApi, CompletionsApi
 from relax_rt.roles.gateway.openai_responses import ResponsesApi
-from relax_rt.roles.gateway.request_body import (
+from relax_rt.roles.gateway.server import (
     LARGE_BYTES,
     PARSED_TIMES,
     ClientDisconnected,
@@ -28,61 +27,16 @@ from relax_rt.roles.gateway.request_body import (
     Receive,
     Scope,
     Send,
+    delivered,
     drain_body,
     header,
+    is_disconnected,
     parsed_bytes,
     read_body,
 )
-from relax_rt.roles.gateway.server import delivered, is_disconnected
 from relax_rt.roles.gateway.service import ServedAnswer, Service, new_id
 from relax_rt.roles.gateway.sessions import Session, Sessions
 
-
-class StreamBuffer:
-    """Takes an answer as it is made and gives it out as server-sent events. What comes between two looks is put
-    together: a caller who reads slowly gets fewer and larger events, and it is bounded by the answer's own length.
-
-    Args:
-        gone: whether the caller's connection is no more.
-    """
-
-    def __init__(self, dialect: ApiFormat, call: Call, gone: Callable[[], bool] = lambda: False) -> None:
-        self._dialect, self._call, self.gone = dialect, call, gone
-        self.writer: Writer | None = None
-        self.head: Head | None = None
-        self.news = asyncio.Event()
-        self._started = False
-        self._texts: dict[int, str] = {}
-        self._choices: list[Choice] = []
-
-    def begin(self, head: Head) -> None:
-        """Take the answer's head."""
-        self.head, self.writer = head, self._dialect.writer(self._call, head)
-        self.news.set()
-
-    def text(self, index: int, text: str) -> None:
-        """Take more text of a choice."""
-        self._texts[index] = self._texts.get(index, "") + text
-        self.news.set()
-
-    def choice(self, choice: Choice) -> None:
-        """Take the end of a choice."""
-        self._choices.append(choice)
-        self.news.set()
-
-    def take(self) -> bytes:
-        """All that there is."""
-        self.news.clear()
-        assert self.writer is not None
-        out = b"" if self._started else self.writer.begin()
-        self._started = True
-        texts, self._texts = self._texts, {}
-        choices, self._choices = self._choices, []
-        out += b"".join(self.writer.text(index, text) for index, text in texts.items())
-        return out + b"".join(self.writer.choice(choice) for choice in choices)
-
-
-T = TypeVar("T")
 Headers = list[tuple[bytes, bytes]]
 
 log = logging.getLogger(__name__)
@@ -91,7 +45,7 @@ JSON = (b"content-type", b"application/json")
 CLOSE = (b"connection", b"close")
 SLICE = 64 << 10
 UNAUTHENTICATED_BYTES = 64 << 10
-"""Of a body that are taken, and thrown away, from somebody without a key, so that he sees why he is refused."""
+"""Bytes of a body that are read, and dropped, from a client without a key, so that it sees why it is refused."""
 ROUTES: Mapping[str, tuple[str, ApiFormat]] = {
     "/v1/chat/completions": ("chatcmpl-", ChatApi()),
     "/v1/completions": ("cmpl-", CompletionsApi()),
@@ -105,8 +59,8 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of bodies and answers.
 
     Attributes:
-        body_bytes: of one body. held_bytes: of the bodies of all calls at hand.
-        body_s: until a body must be there, seconds. send_s: until a caller must have taken the end of an answer.
+        body_bytes: of one body. held_bytes: of the bodies of all calls in progress.
+        body_s: time until a body must have arrived. send_s: time until a client must have read the end of an answer.
     """
 
     body_bytes: int = 16 << 20
@@ -116,7 +70,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gateway:
-    """All that answers a call.
+    """Everything that answers calls.
 
     Args:
         health: why calls are not answered; empty if they are.
@@ -128,17 +82,17 @@ class Gateway:
         service: Service,
         sessions: Sessions,
         keys: Keys,
-        bounds: HttpLimits,
+        limits: HttpLimits,
         *,
         health: Callable[[], str] = lambda: "",
         worked: Callable[[], None] = lambda: None,
     ) -> None:
-        self.service, self.sessions, self.keys, self.bounds = service, sessions, keys, bounds
+        self.service, self.sessions, self.keys, self.limits = service, sessions, keys, limits
         self.health, self.worked = health, worked
-        self.memory = MemoryBudget(bounds.held_bytes)
+        self.memory = MemoryBudget(limits.held_bytes)
 
     def application(self) -> Starlette:
-        """The ASGI application."""
+        """Return the ASGI application."""
         calls = [Route(path, _ApiEndpoint(self, *of), methods=["POST"]) for path, of in ROUTES.items()]
         return Starlette(
             routes=[
@@ -148,29 +102,29 @@ class Gateway:
                 Route("/v1/models/{name:path}", self._model, methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
             ],
-            exception_handlers={HTTPException: _no_such_thing, CallError: _refused},
+            exception_handlers={HTTPException: _unknown_endpoint, CallError: _error_response},
         )
 
-    def session_of(self, scope: Scope, previous: Callable[[], str]) -> Session:
-        """The session that a call belongs to.
+    def session_of(self, scope: Scope, previous: str) -> Session:
+        """Return the session that a call belongs to.
 
         Raises:
-            CallError: 401 no key or a wrong one; the session is not open.
+            CallError: 401: no key, or a wrong one; 409: the session is not open.
         """
-        caller = self.admitted(scope)
+        caller = self.authenticate(scope)
         if caller.session:
-            # Clients send the header on their own account, to be routed to one engine: the key is what counts.
+            # Clients also set the header on their own, to be routed to one engine: the key decides.
             return self.sessions.of_key(caller.session, caller.nonce)
-        asked = header(scope, b"x-session-id")
-        if len(asked) > 200 or not asked.isascii():
+        name = header(scope, b"x-session-id")
+        if len(name) > 200 or not name.isascii():
             raise CallError(400, "X-Session-Id is to be of at most 200 ASCII characters", param="X-Session-Id")
-        return self.sessions.of_run(asked, previous())
+        return self.sessions.of_run(name, previous)
 
-    def admitted(self, scope: Scope) -> Caller:
-        """Whose key was shown.
+    def authenticate(self, scope: Scope) -> Caller:
+        """Return whose key the request carries.
 
         Raises:
-            CallError: 401 neither was.
+            CallError: 401: no key, or a wrong one.
         """
         kind, _, key = header(scope, b"authorization").partition(" ")
         key = key.strip() if kind.lower() == "bearer" else header(scope, b"x-api-key")
@@ -181,41 +135,83 @@ class Gateway:
         return caller
 
     async def _models(self, request: Request) -> Response:
-        self.admitted(request.scope)
-        if header(request.scope, b"anthropic-version"):
-            found = [_anthropic_model(name) for name in self._names()]
-            first, last = (found[0]["id"], found[-1]["id"]) if found else (None, None)
-            return _json({"data": found, "has_more": False, "first_id": first, "last_id": last})
-        return _json({"object": "list", "data": [_openai_model(name) for name in self._names()]})
+        self.authenticate(request.scope)
+        models = [_model(request, name) for name in self.service.policy.models if name != "*"]
+        if not header(request.scope, b"anthropic-version"):
+            return _json({"object": "list", "data": models})
+        first, last = (models[0]["id"], models[-1]["id"]) if models else (None, None)
+        return _json({"data": models, "has_more": False, "first_id": first, "last_id": last})
 
     async def _model(self, request: Request) -> Response:
-        self.admitted(request.scope)
+        self.authenticate(request.scope)
         name = request.path_params["name"]
-        if name not in self._names():
+        if name not in self.service.policy.models or name == "*":
             raise CallError(404, f"there is no model {name!r} here", code="model_not_found")
-        anthropic = bool(header(request.scope, b"anthropic-version"))
-        return _json(_anthropic_model(name) if anthropic else _openai_model(name))
+        return _json(_model(request, name))
 
     async def _health(self, request: Request) -> Response:
         why = self.health()
         return _json({"status": why or "ok"}, 503 if why else 200)
 
-    def _names(self) -> list[str]:
-        return [name for name in self.service.terms.models if name != "*"]
+
+class StreamBuffer:
+    """Takes an answer as it is generated and returns it as server-sent events.
+
+    What arrives between two `take` calls is merged: a slow client gets fewer and larger events, and the buffer is
+    bounded by the length of the answer.
+
+    Args:
+        gone: whether the client has disconnected.
+    """
+
+    def __init__(self, api: ApiFormat, call: Call, gone: Callable[[], bool] = lambda: False) -> None:
+        self._api, self._call, self.gone = api, call, gone
+        self.writer: StreamWriter | None = None
+        self.head: Head | None = None
+        self.changed = asyncio.Event()
+        self._started = False
+        self._texts: dict[int, str] = {}
+        self._choices: list[Choice] = []
+
+    def begin(self, head: Head) -> None:
+        """Add the answer's head."""
+        self.head, self.writer = head, self._api.writer(self._call, head)
+        self.changed.set()
+
+    def text(self, index: int, text: str) -> None:
+        """Add more text of a choice."""
+        self._texts[index] = self._texts.get(index, "") + text
+        self.changed.set()
+
+    def choice(self, choice: Choice) -> None:
+        """Add the end of a choice."""
+        self._choices.append(choice)
+        self.changed.set()
+
+    def take(self) -> bytes:
+        """Return all new events."""
+        self.changed.clear()
+        assert self.writer is not None
+        out = b"" if self._started else self.writer.begin()
+        self._started = True
+        texts, self._texts = self._texts, {}
+        choices, self._choices = self._choices, []
+        out += b"".join(self.writer.text(index, text) for index, text in texts.items())
+        return out + b"".join(self.writer.choice(choice) for choice in choices)
 
 
 class _ApiEndpoint:
-    """One API's calls."""
+    """The endpoint of one API."""
 
-    def __init__(self, gateway: Gateway, prefix: str, dialect: ApiFormat) -> None:
-        self._gateway, self._prefix, self._dialect = gateway, prefix, dialect
+    def __init__(self, gateway: Gateway, prefix: str, api: ApiFormat) -> None:
+        self._gateway, self._prefix, self._api = gateway, prefix, api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = new_id(self._prefix)
         out = _ResponseSender(send)
         try:
-            # Before anything is read of somebody without a key.
-            self._gateway.admitted(scope)
+            # Before anything is read of a client without a key.
+            self._gateway.authenticate(scope)
             with self._gateway.memory.share() as hold:
                 await self._answer(scope, receive, out, request, hold)
         except ClientDisconnected:
@@ -230,104 +226,100 @@ class _ApiEndpoint:
     async def _answer(
         self, scope: Scope, receive: Receive, out: _ResponseSender, request: str, hold: Callable[[int], None]
     ) -> None:
-        gateway, bounds = self._gateway, self._gateway.bounds
-        body = await read_body(scope, receive, bounds.body_bytes, bounds.body_s, hold)
-        call = await self._parsed(body, hold)
-        del body
-        session = gateway.session_of(scope, lambda: call.previous)
-        box = StreamBuffer(self._dialect, call, lambda: is_disconnected(scope)) if call.stream else None
-        work = asyncio.ensure_future(gateway.service.answer(call, session, request, box))
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gateway = self._gateway
+        call = await self._read(scope, receive, hold)
+        session = gateway.session_of(scope, call.previous)
+        buffer = StreamBuffer(self._api, call, lambda: is_disconnected(scope)) if call.stream else None
+        work = asyncio.ensure_future(gateway.service.answer(call, session, request, buffer))
+        gone = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
-            if box is not None:
-                await self._stream(box, work, gone, out, session)
-            made = await _unless(gone, work)
+            if buffer is not None:
+                await self._stream(buffer, work, gone, out, session)
+            await asyncio.wait([gone, work], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientDisconnected
+            served = work.result()
             if call.store and not session.trained:
                 gateway.sessions.remember(request, session)
             gateway.worked()
-            # One turn of the loop: that the caller hung up meanwhile may not have been read yet.
+            # One iteration of the loop: a disconnect that came meanwhile may not have been read yet.
             await asyncio.sleep(0)
             received = False
             try:
                 if not gone.done():
-                    await self._send_end(call, made, session, box, out)
-                    received = await delivered(scope, bounds.send_s)
+                    if buffer is None:
+                        body = msgspec.json.encode(self._api.render(call, served.answer))
+                        await out.whole(200, body, _headers(session, served.answer.head, served.versions))
+                    else:
+                        assert buffer.writer is not None
+                        await out.more(buffer.take() + buffer.writer.end(served.answer), last=True)
+                    received = await delivered(scope, gateway.limits.send_s)
             finally:
                 if not received:
-                    gateway.service.undelivered(made, session)
+                    gateway.service.undelivered(served, session)
         finally:
             for task in (gone, work):
                 task.cancel()
             await asyncio.gather(gone, work, return_exceptions=True)
 
-    async def _parsed(self, body: bytes, hold: Callable[[int], None]) -> Call:
-        """The call that a body is; in a thread where that takes long."""
-        most = PARSED_TIMES * self._gateway.bounds.body_bytes
+    async def _read(self, scope: Scope, receive: Receive, hold: Callable[[int], None]) -> Call:
+        """Read and parse a request; large ones are parsed in a thread."""
+        limits = self._gateway.limits
+        body = await read_body(scope, receive, limits.body_bytes, limits.body_s, hold)
+        most = PARSED_TIMES * limits.body_bytes
         large = len(body) >= LARGE_BYTES
         nbytes = await asyncio.to_thread(parsed_bytes, body) if large else parsed_bytes(body)
         if nbytes > most:
             message = f"the body's values would take {nbytes} bytes of memory, the bound is {most}"
             raise CallError(413, f"{message} ({PARSED_TIMES} times roles.gateway.body_mib)", code="body_too_large")
         hold(nbytes)
-        parse = self._dialect.parse
-        call = await asyncio.to_thread(parse, body) if large else parse(body)
+        call = await asyncio.to_thread(self._api.parse, body) if large else self._api.parse(body)
         return msgspec.structs.replace(call, nbytes=len(body))
-
-    async def _send_end(
-        self, call: Call, made: ServedAnswer, session: Session, box: StreamBuffer | None, out: _ResponseSender
-    ) -> None:
-        """All of an answer, or what is left of its stream."""
-        if box is None:
-            headers = _headers(session, made.answer.head, made.versions)
-            await out.whole(200, msgspec.json.encode(self._dialect.render(call, made.answer)), headers)
-        else:
-            assert box.writer is not None
-            await out.more(box.take() + box.writer.end(made.answer), last=True)
 
     async def _stream(
         self,
-        box: StreamBuffer,
+        buffer: StreamBuffer,
         work: asyncio.Future[ServedAnswer],
         gone: asyncio.Future[None],
         out: _ResponseSender,
         session: Session,
     ) -> None:
-        """Send what is made until all of it is, or it has failed."""
+        """Send events until the answer is complete or has failed."""
+
+        async def start() -> None:
+            if not out.started:
+                assert buffer.head is not None and buffer.writer is not None
+                kind = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+                await out.start(200, [*kind, *_headers(session, buffer.head, (buffer.head.version,) * 2)])
+                out.failed = buffer.writer.failed
+
         while not work.done():
-            news = asyncio.ensure_future(box.news.wait())
-            any_of: list[asyncio.Future[Any]] = [news, work, gone]
+            changed = asyncio.ensure_future(buffer.changed.wait())
+            any_of: list[asyncio.Future[Any]] = [changed, work, gone]
             try:
                 await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                news.cancel()
+                changed.cancel()
             if gone.done():
                 raise ClientDisconnected
-            if box.news.is_set() and not work.done():
-                await self._start(out, session, box)
-                await out.more(box.take())
+            if buffer.changed.is_set() and not work.done():
+                await start()
+                await out.more(buffer.take())
         if not work.cancelled() and work.exception() is None:
-            await self._start(out, session, box)
+            await start()
         elif out.started:
-            await out.more(box.take())
-
-    async def _start(self, out: _ResponseSender, session: Session, box: StreamBuffer) -> None:
-        if not out.started:
-            assert box.head is not None
-            kind = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-            await out.start(200, [*kind, *_headers(session, box.head, (box.head.version,) * 2)])
-            assert box.writer is not None
-            out.failed = box.writer.failed
+            await out.more(buffer.take())
 
     async def _fail(self, error: CallError, receive: Receive, out: _ResponseSender, request: str) -> None:
-        """Tell the caller of an error: in an event, where his answer has begun."""
+        """Send an error: as an event, if the answer has begun."""
         if out.started:
             if not out.ended:
                 await out.more(out.failed(error), last=True)
             return
-        body = msgspec.json.encode(error.body(self._dialect.family, request))
+        body = msgspec.json.encode(error.body(self._api.family, request))
+        # These errors come before the body was read to its end.
         early = error.status in (401, 408, 413, 503)
         headers = [*error.headers, (b"x-request-id", request.encode()), (b"request-id", request.encode())]
-        # Early: the body was not read to its end.
         await out.start(error.status, [JSON, *_length(body), *headers, *([CLOSE] if early else [])])
         await out.more(body)
         if early and error.status != 408:
@@ -336,61 +328,47 @@ class _ApiEndpoint:
 
 
 class _CountTokensEndpoint(_ApiEndpoint):
-    """Counts tokens, of a call that would begin a conversation: an episode has no call by it."""
+    """Counts the tokens of a call that would begin a conversation; no episode records it."""
 
     async def _answer(
         self, scope: Scope, receive: Receive, out: _ResponseSender, request: str, hold: Callable[[int], None]
     ) -> None:
-        gateway, bounds = self._gateway, self._gateway.bounds
-        call = await self._parsed(await read_body(scope, receive, bounds.body_bytes, bounds.body_s, hold), hold)
-        count = await gateway.service.count(call, gateway.sessions.of_run("", ""))
+        gateway = self._gateway
+        count = await gateway.service.count(await self._read(scope, receive, hold), gateway.sessions.of_run("", ""))
         headers = [(b"x-request-id", request.encode()), (b"request-id", request.encode())]
         await out.whole(200, msgspec.json.encode({"input_tokens": count}), headers)
 
 
 class _ResponseSender:
-    """Sends an answer, in slices, so that a caller who does not take them holds no more than a few in memory."""
+    """Sends a response in slices, so that a client that does not read holds only a few of them in memory."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.started = self.ended = False
         self.failed: Callable[[CallError], bytes] = lambda error: b""
-        """What a stream that has begun ends with."""
+        """Encodes the error at the end of a stream."""
 
     async def start(self, status: int, headers: Headers) -> None:
-        """The head."""
+        """Send the head."""
         self.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def more(self, body: bytes, *, last: bool = False) -> None:
-        """More of the body. It returns at once when the caller is gone."""
+        """Send more of the body. Returns at once if the client has disconnected."""
         self.ended = self.ended or last
         for at in range(0, max(len(body), last), SLICE):
             end = last and at + SLICE >= len(body)
             await self._send({"type": "http.response.body", "body": body[at : at + SLICE], "more_body": not end})
 
     async def whole(self, status: int, body: bytes, headers: Headers) -> None:
-        """All of it."""
+        """Send a whole response."""
         await self.start(status, [JSON, *_length(body), *headers])
         await self.more(body, last=True)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _unless(gone: asyncio.Future[None], work: asyncio.Future[T]) -> T:
-    """The work's result.
-
-    Raises:
-        ClientDisconnected: the caller went before.
-    """
-    either: list[asyncio.Future[Any]] = [gone, work]
-    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    if not work.done():
-        raise ClientDisconnected
-    return work.result()
 
 
 def _headers(session: Session, head: Head, versions: tuple[int, int]) -> Headers:
@@ -412,31 +390,26 @@ def _json(data: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(data), status, media_type="application/json")
 
 
-def _openai_model(name: str) -> dict[str, Any]:
+def _model(request: Request, name: str) -> dict[str, Any]:
+    """Return a model in the form of the API that the client speaks."""
+    if header(request.scope, b"anthropic-version"):
+        return {"id": name, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
     return {"id": name, "object": "model", "created": 0, "owned_by": "relax-rt"}
 
 
-def _anthropic_model(name: str) -> dict[str, Any]:
-    return {"id": name, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
-
-
-def _family(path: str) -> Family:
-    return "anthropic" if path.startswith("/v1/messages") else "openai"
-
-
-async def _refused(request: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, CallError)
-    response = _json(error.body(_family(request.url.path)), error.status)
+    anthropic = request.url.path.startswith("/v1/messages")
+    response = _json(error.body("anthropic" if anthropic else "openai"), error.status)
     response.raw_headers += error.headers
     return response
 
 
-async def _no_such_thing(request: Request, error: Exception) -> Response:
+async def _unknown_endpoint(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = request.url.path
-    known = [f"POST {known}" for known in (*ROUTES, COUNT)] + ["GET /v1/models", "GET /health"]
-    message = f"{request.method} {path}: there is {', '.join(known)}"
+    known = [f"POST {path}" for path in (*ROUTES, COUNT)] + ["GET /v1/models", "GET /health"]
+    message = f"{request.method} {request.url.path}: there is {', '.join(known)}"
     code = "method_not_allowed" if error.status_code == 405 else "no_such_endpoint"
-    response = await _refused(request, CallError(error.status_code, message, code=code))
+    response = await _error_response(request, CallError(error.status_code, message, code=code))
     response.headers.update(error.headers or {})
     return response

@@ -1,4 +1,4 @@
-"""OpenAI Chat Completions (platform.openai.com/docs/api-reference/chat). Pure."""
+"""OpenAI Chat Completions and Completions (platform.openai.com/docs/api-reference). Pure."""
 
 from __future__ import annotations
 
@@ -7,25 +7,33 @@ from typing import Annotated, Any
 
 import msgspec
 
-from relax_rt.roles.gateway import request_parts
 from relax_rt.roles.gateway.calls import (
     MAX_MESSAGES,
     Answer,
+    ApiFormat,
     Call,
-    CallError,
     Choice,
-    Family,
     Head,
+    StreamWriter,
     TokenLogprob,
-    Unsupported,
-    bad,
+    bad_request,
+    check_tools,
     decode,
     event,
-    stops,
+    function_tool,
+    parse_max_tokens,
+    parse_message,
+    parse_n,
+    parse_stops,
+    parse_temperature,
+    unsupported_options,
 )
-from relax_rt.roles.gateway.request_parts import bounded_tools, function_tool, message
 
 DONE = b"data: [DONE]\n\n"
+MAX_PROMPTS = 128
+DEFAULT_LENGTH = 16
+"""Tokens of a completion where the call does not say, as the API defines."""
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -34,28 +42,17 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class ChatRequest(msgspec.Struct, kw_only=True):
-    """The fields that are read. Others that change nothing about the answer are passed over."""
+class SampledRequest(msgspec.Struct, kw_only=True):
+    """Fields that both APIs read."""
 
     model: str
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    functions: Any = None
-    function_call: Any = None
     n: int | None = None
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     temperature: float | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: Any = None
-    modalities: list[str] | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -64,97 +61,70 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
 
-
-class ChatApi:
-    """Translates requests and answers."""
-
-    family: Family = "openai"
-
-    def parse(self, body: bytes) -> Call:
-        """Parse a request body."""
-        asked = decode(body, ChatRequest)
-        if asked.functions or asked.function_call:
-            raise bad("functions are no longer a part of the API: use tools", "functions", "unsupported_parameter")
-        if asked.modalities and set(asked.modalities) != {"text"}:
-            raise bad(f"modalities = {asked.modalities}: the model makes text", "modalities", "unsupported_value")
-        length = "max_completion_tokens" if asked.max_completion_tokens is not None else "max_tokens"
-        return Call(
-            model=asked.model,
-            messages=tuple(message(one, f"messages[{i}]") for i, one in enumerate(asked.messages)),
-            tools=tuple(_tools(asked.tools or [])),
-            may_call=asked.tool_choice != "none",
-            n=request_parts.choices(asked.n),
-            max_tokens=request_parts.length(getattr(asked, length), length),
-            temperature=request_parts.temperature(asked.temperature),
-            stop=stops(asked.stop),
-            seed=asked.seed,
-            logprobs=bool(asked.logprobs),
-            stream=bool(asked.stream),
-            usage_chunk=bool(asked.stream_options and asked.stream_options.include_usage),
-            unsupported=tuple(_unsupported(asked)),
-        )
-
-    def render(self, call: Call, answer: Answer) -> dict[str, Any]:
-        """Render the answer's body."""
+    def options(self) -> dict[str, Any]:
+        """Return the fields of a Call that both APIs have."""
         return {
-            **_head(answer.head, "chat.completion"),
-            "choices": [
-                {
-                    "index": choice.index,
-                    "message": {"refusal": None, **choice.message},
-                    "logprobs": _logprobs(choice.logprobs) if call.logprobs else None,
-                    "finish_reason": choice.finish_reason,
-                }
-                for choice in answer.choices
-            ],
-            "usage": answer.usage,
+            "model": self.model,
+            "n": parse_n(self.n),
+            "temperature": parse_temperature(self.temperature),
+            "stop": parse_stops(self.stop),
+            "seed": self.seed,
+            "stream": bool(self.stream),
+            "usage_chunk": bool(self.stream_options and self.stream_options.include_usage),
         }
 
-    def writer(self, call: Call, head: Head) -> ChatWriter:
-        """Return the writer of a stream."""
-        return ChatWriter(call, head)
+
+class ChatRequest(SampledRequest, kw_only=True):
+    """The fields that are read. Others, which do not change the answer, are ignored."""
+
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: Any = None
+    function_call: Any = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: Any = None
+    modalities: list[str] | None = None
 
 
-class ChatWriter:
+class CompletionRequest(SampledRequest, kw_only=True):
+    """The fields that are read."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    best_of: int | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+class ChatWriter(StreamWriter):
     """Stream of Chat Completions. A choice's tool calls and log-probabilities all come at its end."""
 
-    def __init__(self, call: Call, head: Head) -> None:
-        self._call, self._head = call, head
-        self._written: dict[int, int] = {}
-
     def begin(self) -> bytes:
-        """Open the stream."""
         delta = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(index, delta) for index in range(self._call.n))
 
-    def text(self, index: int, text: str) -> bytes:
-        """Write more text of a choice."""
-        if not text:
-            return b""
-        self._written[index] = self._written.get(index, 0) + len(text)
+    def _text(self, index: int, text: str) -> bytes:
         return self._chunk(index, {"content": text})
 
     def choice(self, choice: Choice) -> bytes:
-        """Write the rest of a choice."""
-        index, said, out = choice.index, choice.message, b""
-        if reasoning := said.get("reasoning_content"):
+        index, message, out = choice.index, choice.message, b""
+        if reasoning := message.get("reasoning_content"):
             out += self._chunk(index, {"reasoning_content": reasoning})
-        rest = (said.get("content") or "")[self._written.get(index, 0) :]
+        rest = self._unwritten(choice, message.get("content"))
         if rest or (choice.logprobs and self._call.logprobs):
             out += self._chunk(index, {"content": rest}, logprobs=choice.logprobs)
-        for number, call in enumerate(said.get("tool_calls") or []):
+        for number, call in enumerate(message.get("tool_calls") or []):
             out += self._chunk(index, {"tool_calls": [{"index": number, **call}]})
         return out + self._chunk(index, {}, finish_reason=choice.finish_reason)
 
     def end(self, answer: Answer) -> bytes:
-        """End the stream."""
         if not self._call.usage_chunk:
             return DONE
         return event({**_head(self._head, "chat.completion.chunk"), "choices": [], "usage": answer.usage}) + DONE
-
-    def failed(self, error: CallError) -> bytes:
-        """End the stream with an error."""
-        return event(error.body("openai"))
 
     def _chunk(
         self,
@@ -166,35 +136,152 @@ class ChatWriter:
     ) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": finish_reason}
         if self._call.logprobs:
-            choice["logprobs"] = _logprobs(logprobs) if logprobs else None
+            choice["logprobs"] = _chat_logprobs(logprobs) if logprobs else None
         chunk = {**_head(self._head, "chat.completion.chunk"), "choices": [choice]}
         return event(chunk | {"usage": None} if self._call.usage_chunk else chunk)
+
+
+class ChatApi(ApiFormat):
+    """Chat Completions."""
+
+    writer = ChatWriter
+
+    def parse(self, body: bytes) -> Call:
+        request = decode(body, ChatRequest)
+        if request.functions or request.function_call:
+            message = "functions are no longer a part of the API: use tools"
+            raise bad_request(message, "functions", "unsupported_parameter")
+        if request.modalities and set(request.modalities) != {"text"}:
+            message = f"modalities = {request.modalities}: the model makes text"
+            raise bad_request(message, "modalities", "unsupported_value")
+        tools = []
+        for i, tool in enumerate(check_tools(request.tools or [])):
+            if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+                message = f"tools[{i}] is of type {tool.get('type')!r}; functions can be offered"
+                raise bad_request(message, f"tools[{i}].type")
+            tools.append(function_tool(tool["function"], f"tools[{i}].function"))
+        length = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
+        return Call(
+            **request.options(),
+            messages=tuple(parse_message(one, f"messages[{i}]") for i, one in enumerate(request.messages)),
+            tools=tuple(tools),
+            may_call=request.tool_choice != "none",
+            max_tokens=parse_max_tokens(getattr(request, length), length),
+            logprobs=bool(request.logprobs),
+            unsupported=unsupported_options(
+                request,
+                tool_choice=request.tool_choice,
+                sequential_tools=request.parallel_tool_calls is False and bool(tools),
+                text_format=("response_format", request.response_format),
+                top_logprobs=("top_logprobs", request.top_logprobs),
+            ),
+        )
+
+    def render(self, call: Call, answer: Answer) -> dict[str, Any]:
+        return {
+            **_head(answer.head, "chat.completion"),
+            "choices": [
+                {
+                    "index": choice.index,
+                    "message": {"refusal": None, **choice.message},
+                    "logprobs": _chat_logprobs(choice.logprobs) if call.logprobs else None,
+                    "finish_reason": choice.finish_reason,
+                }
+                for choice in answer.choices
+            ],
+            "usage": answer.usage,
+        }
+
+
+class CompletionWriter(StreamWriter):
+    """Stream of Completions."""
+
+    def _text(self, index: int, text: str) -> bytes:
+        return self._chunk(index, text, ())
+
+    def choice(self, choice: Choice) -> bytes:
+        rest = self._unwritten(choice, choice.text)
+        return self._chunk(choice.index, rest, choice.logprobs, choice.finish_reason)
+
+    def end(self, answer: Answer) -> bytes:
+        chunk = {**_head(self._head, "text_completion"), "choices": [], "usage": answer.usage}
+        return (event(chunk) if self._call.usage_chunk else b"") + DONE
+
+    def _chunk(self, index: int, text: str, tokens: Sequence[TokenLogprob], finish: str | None = None) -> bytes:
+        logprobs = _completion_logprobs(tokens) if self._call.logprobs and tokens else None
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        return event({**_head(self._head, "text_completion"), "choices": [choice]})
+
+
+class CompletionsApi(ApiFormat):
+    """Completions. Several prompts have their answers one after the other: n of the first, n of the second."""
+
+    writer = CompletionWriter
+
+    def parse(self, body: bytes) -> Call:
+        request = decode(body, CompletionRequest)
+        options = request.options()
+        if request.best_of not in (None, options["n"]):
+            raise bad_request("best_of chooses among answers by their likelihood: ask for n and choose", "best_of")
+        if request.suffix:
+            message = "the model goes on with a text, it fills nothing in"
+            raise bad_request(message, "suffix", "unsupported_parameter")
+        if request.echo and request.logprobs is not None:
+            message = "a prompt is not sampled, its tokens have no log-probability"
+            raise bad_request(message, "logprobs", "unsupported_value")
+        length = DEFAULT_LENGTH if request.max_tokens is None else request.max_tokens
+        return Call(
+            **options,
+            prompts=_prompts(request.prompt),
+            max_tokens=parse_max_tokens(length, "max_tokens"),
+            logprobs=request.logprobs is not None,
+            echo=bool(request.echo),
+            unsupported=unsupported_options(request, top_logprobs=("logprobs", request.logprobs)),
+        )
+
+    def render(self, call: Call, answer: Answer) -> dict[str, Any]:
+        choices = [
+            {
+                "index": choice.index,
+                "text": choice.text,
+                "logprobs": _completion_logprobs(choice.logprobs) if call.logprobs else None,
+                "finish_reason": choice.finish_reason,
+            }
+            for choice in answer.choices
+        ]
+        return {**_head(answer.head, "text_completion"), "choices": choices, "usage": answer.usage}
 
 
 def _head(head: Head, kind: str) -> dict[str, Any]:
     return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
 
 
-def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    content = [{"token": t.token, "logprob": t.logprob, "bytes": t.bytes, "top_logprobs": []} for t in tokens]
-    return {"content": content, "refusal": None}
+def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    return {"content": [token.as_openai() for token in tokens], "refusal": None}
 
 
-def _tools(given: Sequence[Any]) -> list[dict[str, Any]]:
-    found = []
-    for i, tool in enumerate(bounded_tools(given)):
-        if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-            raise bad(f"tools[{i}] is of type {tool.get('type')!r}; functions can be offered", f"tools[{i}].type")
-        found.append(function_tool(tool["function"], f"tools[{i}].function"))
-    return found
+def _completion_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    offset, offsets = 0, []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token.token)
+    return {
+        "tokens": [token.token for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "text_offset": offsets,
+        "top_logprobs": None,
+    }
 
 
-def _unsupported(asked: ChatRequest) -> list[Unsupported]:
-    options = {name: getattr(asked, name) for name in request_parts.NEUTRAL_VALUES}
-    return [
-        *request_parts.distribution_changes(options),
-        *request_parts.forced_tool(asked.tool_choice),
-        *request_parts.sequential_tools(asked.parallel_tool_calls, bool(asked.tools)),
-        *request_parts.output_format(asked.response_format, "response_format"),
-        *request_parts.top_logprobs(asked.top_logprobs),
-    ]
+def _prompts(given: str | list[Any]) -> tuple[str | tuple[int, ...], ...]:
+    """Return texts or token ids; refuse none, an empty one, too many, and texts and tokens mixed."""
+    if isinstance(given, str):
+        given = [given]
+    if given and all(isinstance(one, int) for one in given):
+        given = [given]
+    if len({type(one) for one in given}) > 1:
+        message = "prompt mixes texts and tokens: give a text, texts, token ids, or lists of token ids"
+        raise bad_request(message, "prompt")
+    if not 1 <= len(given) <= MAX_PROMPTS or any(not one for one in given):
+        raise bad_request(f"{len(given)} prompts, or an empty one: 1 to {MAX_PROMPTS} that are not empty", "prompt")
+    return tuple(one if isinstance(one, str) else tuple(one) for one in given)

@@ -7,23 +7,27 @@ from typing import Annotated, Any
 
 import msgspec
 
-from relax_rt.roles.gateway import request_parts
 from relax_rt.roles.gateway.calls import (
     MAX_MESSAGES,
     Answer,
+    ApiFormat,
     Call,
     CallError,
     Choice,
-    Family,
     Head,
     Message,
-    TokenLogprob,
-    Unsupported,
-    bad,
+    StreamWriter,
+    bad_request,
+    check_tools,
     decode,
     event,
+    function_tool,
+    parse_content,
+    parse_max_tokens,
+    parse_message,
+    parse_temperature,
+    unsupported_options,
 )
-from relax_rt.roles.gateway.request_parts import bounded_tools, content, function_tool, message
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -52,51 +56,173 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
-class ResponsesApi:
-    """Translates requests and answers."""
+class ResponsesWriter(StreamWriter):
+    """Stream of Responses. Items are opened in the order in which they come; each ends before the next begins."""
 
-    family: Family = "openai"
+    def __init__(self, call: Call, head: Head) -> None:
+        super().__init__(call, head)
+        self._sequence_number = 0
+        self._output: list[dict[str, Any]] = []
+        self._message = ""
+        self._logprobs: list[dict[str, Any]] = []
+        self._message_open = False
+
+    def begin(self) -> bytes:
+        return self._response("response.created", "") + self._response("response.in_progress", "")
+
+    def _text(self, index: int, text: str) -> bytes:
+        return self._message_delta(text, [])
+
+    def choice(self, choice: Choice) -> bytes:
+        message, out = choice.message, b""
+        calls = message.get("tool_calls") or []
+        if (reasoning := message.get("reasoning_content")) and not self._message_open:
+            item = _reasoning_item(choice.reply, reasoning)
+            place = {"item_id": item["id"], "output_index": len(self._output), "content_index": 0}
+            part = {"type": "reasoning_text", "text": ""}
+            out += self._item_added({**item, "content": [], "status": "in_progress"})
+            out += self._event("response.content_part.added", **place, part=part)
+            out += self._event("response.reasoning_text.delta", **place, delta=reasoning)
+            out += self._event("response.reasoning_text.done", **place, text=reasoning)
+            out += self._event("response.content_part.done", **place, part={**part, "text": reasoning})
+            out += self._item_done(item)
+        rest = self._unwritten(choice, message.get("content"))
+        if rest or self._message_open or not calls:
+            logprobs = [token.as_openai() for token in choice.logprobs]
+            if rest or logprobs:
+                out += self._message_delta(rest, logprobs)
+            out += b"" if self._message_open else self._open_message()
+            out += self._event(
+                "response.output_text.done", **self._place(), text=self._message, logprobs=self._logprobs
+            )
+            part = _text_part(self._message, self._logprobs)
+            out += self._event("response.content_part.done", **self._place(), part=part)
+            item = _message_item("", self._message, self._logprobs, choice.finish_reason)
+            out += self._item_done({**item, "id": self._message_id})
+        for call in calls:
+            item, name = _call_item(call), "response.function_call_arguments"
+            place = {"item_id": item["id"], "output_index": len(self._output)}
+            out += self._item_added({**item, "arguments": "", "status": "in_progress"})
+            out += self._event(f"{name}.delta", **place, delta=item["arguments"])
+            out += self._event(f"{name}.done", **place, arguments=item["arguments"], name=item["name"])
+            out += self._item_done(item)
+        return out
+
+    def end(self, answer: Answer) -> bytes:
+        reason = answer.choices[0].finish_reason
+        name = "response.incomplete" if reason == "length" else "response.completed"
+        return self._response(name, reason, _usage(answer))
+
+    def failed(self, error: CallError) -> bytes:
+        code = error.code or str(error.status)
+        return self._event("error", code=code, message=error.message, param=error.param)
+
+    @property
+    def _message_id(self) -> str:
+        return f"msg_{self._head.id}"
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._message_id, "output_index": len(self._output), "content_index": 0}
+
+    def _message_delta(self, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+        out = b"" if self._message_open else self._open_message()
+        logprobs = logprobs if self._call.logprobs else []
+        self._message += text
+        self._logprobs += logprobs
+        return out + self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
+
+    def _open_message(self) -> bytes:
+        self._message_open = True
+        item = {"id": self._message_id, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+        part = _text_part("", [])
+        return self._item_added(item) + self._event("response.content_part.added", **self._place(), part=part)
+
+    def _item_added(self, item: dict[str, Any]) -> bytes:
+        return self._event("response.output_item.added", output_index=len(self._output), item=item)
+
+    def _item_done(self, item: dict[str, Any]) -> bytes:
+        index = len(self._output)
+        self._output.append(item)
+        return self._event("response.output_item.done", output_index=index, item=item)
+
+    def _response(self, name: str, finish_reason: str, usage: dict[str, Any] | None = None) -> bytes:
+        return self._event(name, response=_response(self._call, self._head, self._output, finish_reason, usage))
+
+    def _event(self, kind: str, /, **fields: Any) -> bytes:
+        number, self._sequence_number = self._sequence_number, self._sequence_number + 1
+        return event({"type": kind, "sequence_number": number, **fields}, kind)
+
+
+class ResponsesApi(ApiFormat):
+    """Responses."""
+
+    writer = ResponsesWriter
 
     def parse(self, body: bytes) -> Call:
-        """Parse a request body."""
-        asked = decode(body, ResponsesRequest)
+        request = decode(body, ResponsesRequest)
         for name in ("background", "conversation", "prompt"):
-            if getattr(asked, name):
-                raise bad(f"{name} is kept on OpenAI's servers, there is none here", name, "unsupported_parameter")
+            if getattr(request, name):
+                message = f"{name} is kept on OpenAI's servers, there is none here"
+                raise bad_request(message, name, "unsupported_parameter")
+        for i, tool in enumerate(check_tools(request.tools or [])):
+            if tool.get("type") != "function":
+                message = f"tools[{i}] is of type {tool.get('type')!r}; functions can be offered"
+                raise bad_request(message, f"tools[{i}].type")
+        tools = tuple(function_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or []))
+        text_format = request.text.get("format") if isinstance(request.text, Mapping) else None
         return Call(
-            model=asked.model,
-            messages=_messages(asked.input),
-            instructions=asked.instructions or "",
-            tools=tuple(_tools(asked.tools or [])),
-            may_call=asked.tool_choice != "none",
-            max_tokens=request_parts.length(asked.max_output_tokens, "max_output_tokens"),
-            temperature=request_parts.temperature(asked.temperature),
-            logprobs=LOGPROBS in (asked.include or []),
-            stream=bool(asked.stream),
-            previous=asked.previous_response_id or "",
-            store=asked.store is not False,
-            unsupported=tuple(_unsupported(asked)),
-            said=_said(asked),
+            model=request.model,
+            messages=_messages(request.input),
+            instructions=request.instructions or "",
+            tools=tools,
+            may_call=request.tool_choice != "none",
+            max_tokens=parse_max_tokens(request.max_output_tokens, "max_output_tokens"),
+            temperature=parse_temperature(request.temperature),
+            logprobs=LOGPROBS in (request.include or []),
+            stream=bool(request.stream),
+            previous=request.previous_response_id or "",
+            store=request.store is not False,
+            unsupported=unsupported_options(
+                request,
+                tool_choice=request.tool_choice,
+                sequential_tools=request.parallel_tool_calls is False and bool(tools),
+                text_format=("text.format", text_format),
+                top_logprobs=("top_logprobs", request.top_logprobs),
+            ),
+            repeated={
+                "instructions": request.instructions,
+                "metadata": request.metadata or {},
+                "parallel_tool_calls": request.parallel_tool_calls is not False,
+                "previous_response_id": request.previous_response_id,
+                "temperature": request.temperature,
+                "tool_choice": request.tool_choice or "auto",
+                "tools": request.tools or [],
+                "top_p": request.top_p,
+                "max_output_tokens": request.max_output_tokens,
+                "store": request.store is not False,
+            },
         )
 
     def render(self, call: Call, answer: Answer) -> dict[str, Any]:
-        """Render the answer's body."""
         choice = answer.choices[0]
-        output = items(choice, call.logprobs)
-        return response(call, answer.head, output, choice.finish_reason, usage(answer))
+        message, output = choice.message, []
+        if reasoning := message.get("reasoning_content"):
+            output.append(_reasoning_item(choice.reply, reasoning))
+        calls = message.get("tool_calls") or []
+        if message.get("content") or not calls:
+            logprobs = [token.as_openai() for token in choice.logprobs] if call.logprobs else []
+            output.append(_message_item(choice.reply, message.get("content") or "", logprobs, choice.finish_reason))
+        output += [_call_item(one) for one in calls]
+        return _response(call, answer.head, output, choice.finish_reason, _usage(answer))
 
-    def writer(self, call: Call, head: Head) -> Any:
-        """Return the writer of a stream."""
-        return ResponsesWriter(call, head)
 
-
-def response(
-    call: Call, head: Head, output: list[dict[str, Any]], finish_reason: str, used: dict[str, Any] | None
+def _response(
+    call: Call, head: Head, output: list[dict[str, Any]], finish_reason: str, usage: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The object that an answer is; finish_reason is empty as long as it goes on."""
+    """Return the object of an answer; finish_reason is empty while it is generated."""
     status = "incomplete" if finish_reason == "length" else "completed" if finish_reason else "in_progress"
     return {
-        **call.said,
+        **call.repeated,
         "id": head.id,
         "object": "response",
         "created_at": head.created,
@@ -105,29 +231,16 @@ def response(
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "output": output,
-        "usage": used,
+        "usage": usage,
     }
 
 
-def items(choice: Choice, logprobs: bool) -> list[dict[str, Any]]:
-    """The items of an answer: what was thought, what was said, what is to be called."""
-    said, found = choice.message, []
-    if reasoning := said.get("reasoning_content"):
-        found.append(reasoning_item(choice.reply, reasoning))
-    calls = said.get("tool_calls") or []
-    if said.get("content") or not calls:
-        tokens = [_logprob(token) for token in choice.logprobs] if logprobs else []
-        found.append(message_item(choice.reply, said.get("content") or "", tokens, choice.finish_reason))
-    return found + [call_item(call) for call in calls]
-
-
 def _item_id(kind: str, reply: str) -> str:
-    """An id of one word: a reply's own may have blanks."""
+    # Replies' ids may have spaces, items' may not.
     return f"{kind}_{reply}".replace(" ", "-")
 
 
-def reasoning_item(reply: str, text: str) -> dict[str, Any]:
-    """What the model thought."""
+def _reasoning_item(reply: str, text: str) -> dict[str, Any]:
     return {
         "id": _item_id("rs", reply),
         "type": "reasoning",
@@ -137,24 +250,21 @@ def reasoning_item(reply: str, text: str) -> dict[str, Any]:
     }
 
 
-def text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The one part of a message."""
+def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def message_item(reply: str, text: str, logprobs: list[dict[str, Any]], finish_reason: str) -> dict[str, Any]:
-    """What the model said."""
+def _message_item(reply: str, text: str, logprobs: list[dict[str, Any]], finish_reason: str) -> dict[str, Any]:
     return {
         "id": _item_id("msg", reply),
         "type": "message",
         "role": "assistant",
         "status": "incomplete" if finish_reason == "length" else "completed",
-        "content": [text_part(text, logprobs)],
+        "content": [_text_part(text, logprobs)],
     }
 
 
-def call_item(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool to be called."""
+def _call_item(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     return {
         "id": f"fc_{call['id']}",
@@ -166,206 +276,54 @@ def call_item(call: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def usage(answer: Answer) -> dict[str, Any]:
-    """Numbers of tokens."""
+def _usage(answer: Answer) -> dict[str, Any]:
     prompt, completion = answer.head.prompt_tokens, answer.completion_tokens
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": answer.head.reused_tokens, "cache_write_tokens": 0},
         "output_tokens": completion,
-        "output_tokens_details": {"reasoning_tokens": answer.thought_tokens},
+        "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
         "total_tokens": prompt + completion,
     }
 
 
-def _logprob(token: Any) -> dict[str, Any]:
-    return {"token": token.token, "logprob": token.logprob, "bytes": token.bytes, "top_logprobs": []}
-
-
 def _messages(given: str | Sequence[dict[str, Any]]) -> tuple[Message, ...]:
+    """Parse the conversation. Reasoning, text and calls of one assistant turn are items of their own here."""
     if isinstance(given, str):
         return ({"role": "user", "content": given},)
     found: list[Message] = []
     turn: Message | None = None
-    """The assistant's turn that items are added to: what it thought, said and called are items of their own."""
+    """The assistant's turn that further items are added to."""
     for i, item in enumerate(given):
         at, kind = f"input[{i}]", item.get("type", "message")
         if kind == "message" and item.get("role") != "assistant":
-            found.append(message(item, at))
+            found.append(parse_message(item, at))
             turn = None
-        elif kind == "function_call_output":
-            output = content(item.get("output"), f"{at}.output")
+            continue
+        if kind == "function_call_output":
+            output = parse_content(item.get("output"), f"{at}.output")
             found.append({"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": output or ""})
             turn = None
-        elif kind in ("message", "reasoning", "function_call"):
-            if turn is None or (kind == "message" and turn.get("content") is not None):
-                turn = {"role": "assistant", "content": None}
-                found.append(turn)
-            _add(turn, item, kind, at)
+            continue
+        if kind not in ("message", "reasoning", "function_call"):
+            raise bad_request(f"{at} is of type {kind!r}; messages, reasoning and function calls can be read", at)
+        if turn is None or (kind == "message" and turn.get("content") is not None):
+            turn = {"role": "assistant", "content": None}
+            found.append(turn)
+        if kind == "message":
+            turn["content"] = parse_content(item.get("content"), f"{at}.content") or ""
+        elif kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            texts = [str(part.get("text", "")) for part in parts if isinstance(part, Mapping)]
+            if texts:
+                turn["reasoning_content"] = "".join(texts)
         else:
-            raise bad(f"{at} is of type {kind!r}; messages, reasoning and function calls can be read", at)
-    for said in found:
-        if said["content"] is None and not said.get("tool_calls"):
-            said["content"] = ""
+            name, arguments = item.get("name"), item.get("arguments", "")
+            if not isinstance(name, str) or not isinstance(arguments, str):
+                raise bad_request(f"{at} has no name, or arguments that are no text", at)
+            call = {"id": str(item.get("call_id") or ""), "type": "function"}
+            turn.setdefault("tool_calls", []).append({**call, "function": {"name": name, "arguments": arguments}})
+    for message in found:
+        if message["content"] is None and not message.get("tool_calls"):
+            message["content"] = ""
     return tuple(found)
-
-
-def _add(turn: Message, item: Mapping[str, Any], kind: str, at: str) -> None:
-    """One item of an assistant's turn."""
-    if kind == "message":
-        turn["content"] = content(item.get("content"), f"{at}.content") or ""
-    elif kind == "reasoning":
-        parts = [*(item.get("content") or []), *([] if item.get("content") else item.get("summary") or [])]
-        texts = [str(part.get("text", "")) for part in parts if isinstance(part, Mapping)]
-        if texts:
-            turn["reasoning_content"] = "".join(texts)
-    else:
-        name, arguments = item.get("name"), item.get("arguments", "")
-        if not isinstance(name, str) or not isinstance(arguments, str):
-            raise bad(f"{at} has no name, or arguments that are no text", at)
-        call = {"id": str(item.get("call_id") or ""), "type": "function"}
-        turn.setdefault("tool_calls", []).append({**call, "function": {"name": name, "arguments": arguments}})
-
-
-def _tools(given: Sequence[Any]) -> list[dict[str, Any]]:
-    for i, tool in enumerate(bounded_tools(given)):
-        if tool.get("type") != "function":
-            raise bad(f"tools[{i}] is of type {tool.get('type')!r}; functions can be offered", f"tools[{i}].type")
-    return [function_tool(tool, f"tools[{i}]") for i, tool in enumerate(given)]
-
-
-def _unsupported(asked: ResponsesRequest) -> list[Unsupported]:
-    text_format = asked.text.get("format") if isinstance(asked.text, Mapping) else None
-    return [
-        *request_parts.distribution_changes({"top_p": asked.top_p}),
-        *request_parts.forced_tool(asked.tool_choice),
-        *request_parts.sequential_tools(asked.parallel_tool_calls, bool(asked.tools)),
-        *request_parts.output_format(text_format, "text.format"),
-        *request_parts.top_logprobs(asked.top_logprobs),
-    ]
-
-
-def _said(asked: ResponsesRequest) -> dict[str, Any]:
-    """What the answer repeats."""
-    return {
-        "instructions": asked.instructions,
-        "metadata": asked.metadata or {},
-        "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "previous_response_id": asked.previous_response_id,
-        "temperature": asked.temperature,
-        "tool_choice": asked.tool_choice or "auto",
-        "tools": asked.tools or [],
-        "top_p": asked.top_p,
-        "max_output_tokens": asked.max_output_tokens,
-        "store": asked.store is not False,
-    }
-
-
-class ResponsesWriter:
-    """Stream of Responses. Items are opened in the order in which they come; each ends before the next begins."""
-
-    def __init__(self, call: Call, head: Head) -> None:
-        self._call, self._head = call, head
-        self._number = 0
-        self._output: list[dict[str, Any]] = []
-        self._text = ""
-        self._logprobs: list[dict[str, Any]] = []
-        self._open = False
-        """The message is begun."""
-
-    def begin(self) -> bytes:
-        """Open the stream."""
-        return self._whole("response.created", "") + self._whole("response.in_progress", "")
-
-    def text(self, index: int, text: str) -> bytes:
-        """Write more text of a choice."""
-        return self._told(text, ()) if text else b""
-
-    def _told(self, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
-        begun = b"" if self._open else self._begin_message()
-        self._text += text
-        told = [{"token": t.token, "logprob": t.logprob, "bytes": t.bytes, "top_logprobs": []} for t in logprobs]
-        told = told if self._call.logprobs else []
-        self._logprobs += told
-        return begun + self._event("response.output_text.delta", **self._place(), delta=text, logprobs=told)
-
-    def choice(self, choice: Choice) -> bytes:
-        """Write the rest of a choice."""
-        said, out = choice.message, b""
-        calls = said.get("tool_calls") or []
-        if (reasoning := said.get("reasoning_content")) and not self._open:
-            out += self._reasoning(choice.reply, reasoning)
-        rest = (said.get("content") or "")[len(self._text) :]
-        if rest or self._open or not calls:
-            if rest or choice.logprobs:
-                out += self._told(rest, choice.logprobs)
-            out += b"" if self._open else self._begin_message()
-            out += self._end_message(choice)
-        for call in calls:
-            out += self._called(call)
-        return out
-
-    def end(self, answer: Answer) -> bytes:
-        """End the stream."""
-        reason = answer.choices[0].finish_reason
-        name = "response.incomplete" if reason == "length" else "response.completed"
-        return self._whole(name, reason, usage(answer))
-
-    def failed(self, error: CallError) -> bytes:
-        """End the stream with an error."""
-        told = {"code": error.code or str(error.status), "message": error.message, "param": error.param}
-        return self._event("error", **told)
-
-    @property
-    def _message_id(self) -> str:
-        return f"msg_{self._head.id}"
-
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._message_id, "output_index": len(self._output), "content_index": 0}
-
-    def _begin_message(self) -> bytes:
-        self._open = True
-        item = {"id": self._message_id, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
-        return self._added(item) + self._event("response.content_part.added", **self._place(), part=text_part("", []))
-
-    def _end_message(self, choice: Choice) -> bytes:
-        out = self._event("response.output_text.done", **self._place(), text=self._text, logprobs=self._logprobs)
-        part = text_part(self._text, self._logprobs)
-        out += self._event("response.content_part.done", **self._place(), part=part)
-        item = message_item("", self._text, self._logprobs, choice.finish_reason)
-        return out + self._done({**item, "id": self._message_id})
-
-    def _reasoning(self, reply: str, text: str) -> bytes:
-        item = reasoning_item(reply, text)
-        place = {"item_id": item["id"], "output_index": len(self._output), "content_index": 0}
-        out = self._added({**item, "content": [], "status": "in_progress"})
-        part = {"type": "reasoning_text", "text": ""}
-        out += self._event("response.content_part.added", **place, part=part)
-        out += self._event("response.reasoning_text.delta", **place, delta=text)
-        out += self._event("response.reasoning_text.done", **place, text=text)
-        out += self._event("response.content_part.done", **place, part={**part, "text": text})
-        return out + self._done(item)
-
-    def _called(self, call: Mapping[str, Any]) -> bytes:
-        item = call_item(call)
-        place = {"item_id": item["id"], "output_index": len(self._output)}
-        out = self._added({**item, "arguments": "", "status": "in_progress"})
-        name = "response.function_call_arguments"
-        out += self._event(f"{name}.delta", **place, delta=item["arguments"])
-        out += self._event(f"{name}.done", **place, arguments=item["arguments"], name=item["name"])
-        return out + self._done(item)
-
-    def _added(self, item: dict[str, Any]) -> bytes:
-        return self._event("response.output_item.added", output_index=len(self._output), item=item)
-
-    def _done(self, item: dict[str, Any]) -> bytes:
-        index = len(self._output)
-        self._output.append(item)
-        return self._event("response.output_item.done", output_index=index, item=item)
-
-    def _whole(self, name: str, finish_reason: str, used: dict[str, Any] | None = None) -> bytes:
-        return self._event(name, response=response(self._call, self._head, self._output, finish_reason, used))
-
-    def _event(self, kind: str, /, **fields: Any) -> bytes:
-        number, self._number = self._number, self._number + 1
-        return event({"type": kind, "sequence_number": number, **fields}, kind)

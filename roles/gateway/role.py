@@ -1,4 +1,4 @@
-"""The gateway role: the policy as an HTTP endpoint, for programs that know nothing of this runtime."""
+"""The gateway role: the policy as an HTTP endpoint, for programs written against OpenAI's or Anthropic's API."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.process.limits import raise_open_files
-from relax_rt.roles.agentic.tokens.chat_format import ChatFormat, load_chat_template
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
-from relax_rt.roles.agentic.tokens.template import ChatTemplate
-from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.agentic.tokens.parsers import ChatFormat
+from relax_rt.roles.agentic.tokens.template import ChatTemplate, load_chat_template
 from relax_rt.roles.gateway.access import FILE, Keys, run_token
-from relax_rt.roles.gateway.api import Access, Closed, GatewayApi, Name, Nonce, SessionLimits
+from relax_rt.roles.gateway.api import Access, ClosedSession, GatewayApi, Name, Nonce, SessionLimits
 from relax_rt.roles.gateway.service import AnswerPolicy, Service
 from relax_rt.roles.gateway.sessions import Sessions
 from relax_rt.roles.gateway.settings import LOOPBACK, NODE_ADDRESS, GatewaySettings
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.rollout.engines.settings import RolloutSettings, SamplingTable
-from relax_rt.roles.rollout.router.admission import AdmissionLimits
-from relax_rt.roles.rollout.router.router import AdmissionQueue, Router
+from relax_rt.roles.rollout.router.admission import AdmissionLimits, AdmissionQueue
+from relax_rt.roles.rollout.router.role import RouterRole
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
@@ -38,12 +37,12 @@ REPORT_EVERY_S = 1.0
 METRICS_EVERY_S = 5.0
 STOP_S = 5.0
 OTHER_FILES = 256
-"""Open files of a process besides its callers' connections."""
+"""Open files of the process besides connections."""
 
 
-class GatewayRole(RLRole[GatewaySettings]):
-    """Serves HTTP, and `GatewayApi` to roles of the run. Sessions live in this process and go with it: whoever plays
-    the episode hears of it and has it played again."""
+class GatewayRole(RouterRole[GatewaySettings]):
+    """Serves HTTP, and `GatewayApi` to roles of the run. Sessions live in this process and end with it: the role that
+    plays the episode notices, and plays it again."""
 
     kind: ClassVar[str] = "gateway"
     tier: ClassVar[int] = 45
@@ -66,10 +65,11 @@ class GatewayRole(RLRole[GatewaySettings]):
         self.keys: Keys
         self.listening: socket.socket
         self.url = self.remote_url = ""
-        """Its address on its node, and on others."""
+        """Its address on its node, and for other nodes."""
         self.node = ""
         self._worked = False
-        self._told: dict[str, Any] = {}
+        self._reported_answers = 0
+        self._last_metrics: dict[str, Any] = {}
 
     # --- GatewayApi
 
@@ -90,7 +90,7 @@ class GatewayRole(RLRole[GatewaySettings]):
         self.sessions.renew(owner)
         return str(self.ctx.who)
 
-    async def close(self, session: Name, nonce: Nonce = "") -> Closed:
+    async def close(self, session: Name, nonce: Nonce = "") -> ClosedSession:
         """End a session and return its episode."""
         found = self.sessions.find(session, nonce)
         found.end("has been closed")
@@ -110,20 +110,31 @@ class GatewayRole(RLRole[GatewaySettings]):
     async def setup(self) -> None:
         from relax_rt.roles.gateway.server import listen, remote_url_of, url_of
 
+        table = self.settings
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the tokenizer")
         await asyncio.to_thread(self._load)
         self.keys = Keys(run_token(self.ctx.run_dir))
         links = Links.from_environment()
-        host = self.settings.host
+        host = table.host
         if host == NODE_ADDRESS:
             host = links.host if links else LOOPBACK
-        self.listening = listen(host, self.settings.port)
+        self.listening = listen(host, table.port)
         self.url = url_of(self.listening)
         if links:
             self.node, self.remote_url = links.node, remote_url_of(self.listening, links.host)
-        table = self.settings
+
+        def make_ledger(session: str, tokens: int) -> TokenLedger:
+            return TokenLedger(
+                self.template,
+                max_tokens=tokens,
+                max_media_bytes=table.session_media_kib << 10,
+                drift=table.drift,
+                reasoning=table.reasoning,
+                session=session,
+            )
+
         self.sessions = Sessions(
-            self._ledger,
+            make_ledger,
             tokens=table.session_tokens,
             most=table.sessions,
             idle_s=table.session_idle_s,
@@ -138,45 +149,46 @@ class GatewayRole(RLRole[GatewaySettings]):
         self.tokenizer = load_tokenizer(folder)
         self.context = context_of(folder)
         chat_format = ChatFormat(table.chat_template, table.tool_parser, table.reasoning_parser)
-        folder = self.config_dir
-        self.template = load_chat_template(folder, self.tokenizer, chat_format, self.ctx.log.warning)
-
-    def _ledger(self, session: str, tokens: int) -> TokenLedger:
-        table = self.settings
-        return TokenLedger(
-            self.template,
-            max_tokens=tokens,
-            max_media_bytes=table.session_media_kib << 10,
-            drift=table.drift,
-            reasoning=table.reasoning,
-            session=session,
-        )
+        self.template = load_chat_template(self.config_dir, self.tokenizer, chat_format, self.ctx.log.warning)
 
     async def run(self) -> None:
         from relax_rt.roles.gateway.app import Gateway, HttpLimits
         from relax_rt.roles.gateway.server import make_server
 
         table = self.settings
-        async with Router(self.ctx) as router, self._admission(router) as admission:
-            self._serve_calls(router, admission)
-            bounds = HttpLimits(
-                body_bytes=table.body_mib * MIB,
-                held_bytes=table.held_mib * MIB,
-                body_s=table.read_timeout_s,
-                send_s=table.send_timeout_s,
-            )
+        await self.open_router()
+        admission_limits = AdmissionLimits(
+            first=min(16, table.at_work), most=table.at_work, waiting=table.waiting, wait_s=table.wait_s
+        )
+        http_limits = HttpLimits(
+            body_bytes=table.body_mib * MIB,
+            held_bytes=table.held_mib * MIB,
+            body_s=table.read_timeout_s,
+            send_s=table.send_timeout_s,
+        )
+        connections = table.connections
+        if (files := raise_open_files(connections + OTHER_FILES)) < connections + OTHER_FILES:
+            self.ctx.log.warning("fewer connections than asked for", limit=files, asked=connections)
+            connections = max(1, files - OTHER_FILES)
+        async with AdmissionQueue(admission_limits, self.router.load) as admission:
+            self.service = self._make_service(admission)
             gateway = Gateway(
-                self.service, self.sessions, self.keys, bounds, health=self._health, worked=self._first_work
+                self.service,
+                self.sessions,
+                self.keys,
+                http_limits,
+                health=lambda: "stopping" if self.ctx.stopping.is_set() else "",
+                worked=self._first_work,
             )
             server = make_server(
                 gateway.application(),
-                connections=self._connections(),
+                connections=connections,
                 head_s=table.read_timeout_s,
                 send_s=table.send_timeout_s,
             )
             serving = asyncio.create_task(server.serve([self.listening]))
             try:
-                await self._tell_where()
+                await self._publish_address()
                 await self.ctx.ready()
                 await self._until_stopped(serving, admission)
             finally:
@@ -188,22 +200,15 @@ class GatewayRole(RLRole[GatewaySettings]):
     async def teardown(self) -> None:
         if hasattr(self, "listening"):
             self.listening.close()
-            self._file().unlink(missing_ok=True)
+            self._address_file.unlink(missing_ok=True)
         await super().teardown()
 
     # --- inside
 
-    def _admission(self, router: Router) -> AdmissionQueue:
-        table = self.settings
-        limits = AdmissionLimits(
-            first=min(16, table.at_work), most=table.at_work, waiting=table.waiting, wait_s=table.wait_s
-        )
-        return AdmissionQueue(limits, router.load)
-
-    def _serve_calls(self, router: Router, admission: AdmissionQueue) -> None:
+    def _make_service(self, admission: AdmissionQueue) -> Service:
         table, sampling = self.settings, self.table(SamplingTable)
         lag = min(1, int(min(self.table(AlgorithmTable).max_staleness, 1))) if table.lag is None else table.lag
-        terms = AnswerPolicy(
+        policy = AnswerPolicy(
             models=tuple(table.models),
             temperature=sampling.temperature,
             other_temperature=table.temperature,
@@ -214,24 +219,16 @@ class GatewayRole(RLRole[GatewaySettings]):
             lag=lag,
             seed=self.config.run.seed,
         )
-        self.service = Service(
-            router,
+        return Service(
+            self.router,
             self.tokenizer,
             admission,
-            terms,
-            behind=lambda v: router.core.fleet.lag(v),
+            policy,
+            lag=self.router.core.fleet.lag,
             image_processor=self.template.image_processor,
         )
 
-    def _connections(self) -> int:
-        """As many as the process may have files."""
-        wanted = self.settings.connections
-        if (allowed := raise_open_files(wanted + OTHER_FILES)) < wanted + OTHER_FILES:
-            self.ctx.log.warning("fewer connections than asked for", limit=allowed, asked=wanted)
-            return max(1, allowed - OTHER_FILES)
-        return wanted
-
-    async def _tell_where(self) -> None:
+    async def _publish_address(self) -> None:
         from relax_rt.roles.gateway.server import is_loopback
 
         token = str(self.ctx.run_dir / FILE)
@@ -243,24 +240,32 @@ class GatewayRole(RLRole[GatewaySettings]):
                 host=self.settings.host,
                 hint="put a TLS proxy in front of it, or set roles.gateway.host = '127.0.0.1'",
             )
-        path = self._file()
+        path = self._address_file
         draft = path.with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps({"url": f"{self.url}/v1", "token_file": token, "models": self.settings.models}))
         draft.replace(path)
 
-    def _file(self) -> Path:
+    @property
+    def _address_file(self) -> Path:
+        """The file that `access.endpoint` reads."""
         return self.ctx.run_dir / f"{self.ctx.who.slot.replace('/', '-')}.json"
 
     async def _until_stopped(self, serving: asyncio.Task[None], admission: AdmissionQueue) -> None:
         stop = asyncio.create_task(self.ctx.stopping.wait())
-        reported_at = 0.0
+        core, metrics_at = admission.core, 0.0
         try:
             while not stop.done():
-                self._report(admission)
+                # Waiting for calls or for tokens: in both cases the answering event loop shows that the role is alive.
+                waiting = f", {core.waiting} wait for their turn" if core.waiting else ""
+                work = f"tokens for {core.running} calls{waiting}" if core.running or core.waiting else "calls"
+                self.ctx.progress.waiting(f"{work} at {self.url}/v1, {len(self.sessions)} sessions")
+                if (answered := self.service.answered) > self._reported_answers:
+                    self.ctx.progress.advance(answered - self._reported_answers, f"{answered} calls answered")
+                    self._reported_answers = answered
                 self.sessions.tick()
-                if (now := time.monotonic()) - reported_at >= METRICS_EVERY_S:
-                    reported_at = now
-                    self._metrics(admission)
+                if (now := time.monotonic()) - metrics_at >= METRICS_EVERY_S:
+                    metrics_at = now
+                    self._record_metrics(admission)
                 await asyncio.wait({stop, serving}, timeout=REPORT_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
                 if serving.done():
                     serving.result()
@@ -268,19 +273,9 @@ class GatewayRole(RLRole[GatewaySettings]):
         finally:
             stop.cancel()
             # A run may be over before the next record is due.
-            self._metrics(admission)
+            self._record_metrics(admission)
 
-    def _report(self, admission: AdmissionQueue) -> None:
-        """Waiting for calls, or for tokens: in both cases what tells that it lives is its loop's answer."""
-        core = admission.core
-        line = f", {core.waiting} wait for their turn" if core.waiting else ""
-        work = f"tokens for {core.running} calls{line}" if core.running or core.waiting else "calls"
-        self.ctx.progress.waiting(f"{work} at {self.url}/v1, {len(self.sessions)} sessions")
-        if (done := self.service.answered) > self._told.get("answered", 0):
-            self.ctx.progress.advance(done - self._told.get("answered", 0), f"{done} calls answered")
-            self._told["answered"] = done
-
-    def _metrics(self, admission: AdmissionQueue) -> None:
+    def _record_metrics(self, admission: AdmissionQueue) -> None:
         core = admission.core
         record = {
             "kind": "gateway",
@@ -295,12 +290,9 @@ class GatewayRole(RLRole[GatewaySettings]):
             "tokens": self.service.sampled,
             **{f"admission_{name}": count for name, count in core.counts.items()},
         }
-        if record != self._told.get("metrics"):
-            self._told["metrics"] = record
+        if record != self._last_metrics:
+            self._last_metrics = record
             self.ctx.metrics(record)
-
-    def _health(self) -> str:
-        return "stopping" if self.ctx.stopping.is_set() else ""
 
     def _first_work(self) -> None:
         if not self._worked:
@@ -309,7 +301,7 @@ class GatewayRole(RLRole[GatewaySettings]):
 
 
 def context_of(folder: Path) -> int:
-    """Positions of a model.
+    """Return the context length of a model.
 
     Raises:
         RelaxError: its config.json does not say.

@@ -1,4 +1,4 @@
-"""Sessions: episodes under way with their ledgers, their limits, and the answers that their clients know."""
+"""Sessions: episodes in progress with their ledgers, their limits, and the answers that their callers were given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.types import Message, PromptPlan, Reply, Sampled
-from relax_rt.roles.gateway.api import LEASE_S, Closed, Said, SessionLimits, UsedUp
+from relax_rt.roles.gateway.api import LEASE_S, ClosedSession, Exhausted, GivenAnswer, SessionLimits
 from relax_rt.roles.gateway.calls import CallError
 from relax_rt.roles.gateway.reading import SampledTokens, Spell
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
@@ -20,20 +20,20 @@ from relax_rt.transport.rpc.identity import Incarnation
 
 SETTLE_S = 2.0
 PAUSE_S = 5.0
-"""Of the gateway itself: renewals that came meanwhile are read before anything lapses."""
+"""After a pause of the gateway itself as long as this, renewals that arrived meanwhile are read before any lapse."""
 MAX_STREAMS = 8
-"""Streamed answers that are remembered of a session, in case that it goes on with a part of one."""
+"""Streamed answers remembered of a session, in case that it continues from a part of one."""
 MakeLedger = Callable[[str, int], TokenLedger]
-"""(name of the session, tokens at most)."""
+"""(name of the session, maximum tokens) -> ledger."""
 
 
 class Session:
     """One episode.
 
     Args:
-        trained: its tokens are trained on, so that they must be sampled as the run says.
+        trained: its tokens are trained on, so that they must be sampled with the run's settings.
         kept: it outlives the call that it was made for.
-        nonce, owner: of whoever opened it.
+        nonce, owner: of the role that opened it.
     """
 
     def __init__(
@@ -51,79 +51,79 @@ class Session:
         self.trained, self.kept, self.nonce, self.owner = trained, kept, nonce, owner
         self.group = limits.group or name
         self.calls = self.answered = 0
-        """Begun, and answered to their end."""
+        """Calls that were started, and that were answered to their end."""
         self.left = 0
-        """Answers that their callers left before the end, and did not go on with."""
+        """Answers whose callers disconnected before their end and did not continue from them."""
         self.streams: deque[StreamedAnswer] = deque(maxlen=MAX_STREAMS)
-        """Those that callers may have left in the middle, the newest at the end."""
+        """Answers that callers may have left in the middle, the newest at the end."""
         self.ended = ""
-        """Why it takes no more calls."""
-        self.used_up: UsedUp = ""
-        """What a call was refused for."""
-        self.trouble = ""
-        """The error of the runtime's own that the last call ended with."""
-        self.never = False
-        """It would end so again."""
+        """Why it accepts no more calls."""
+        self.exhausted: Exhausted = ""
+        """The limit that a call was refused for."""
+        self.error = ""
+        """The runtime's error that the last call ended with."""
+        self.permanent = False
+        """Whether a retry of that call would end so again."""
         self.oldest = 0
-        """Version of the oldest token; 0: there is none."""
+        """Version of the oldest token; 0: none yet."""
         self.used_at = 0.0
-        self.at_work: set[asyncio.Task[object]] = set()
-        self.closed: Closed | None = None
-        self._waiting = 0
-        self._alone = asyncio.Lock()
-        self._given_up: list[PromptPlan] = []
-        self._said: dict[str, Said] = {}
+        self.in_progress: set[asyncio.Task[object]] = set()
+        self.closed: ClosedSession | None = None
+        self._interrupted = 0
+        self._ledger_lock = asyncio.Lock()
+        self._abandoned: list[PromptPlan] = []
+        self._answers: dict[str, GivenAnswer] = {}
         self._replies: dict[str, str] = {}
         self._instructed: set[str] = set()
 
     @asynccontextmanager
     async def ledger(self) -> AsyncIterator[TokenLedger]:
-        """The ledger, for one at a time: a long conversation is rendered in a thread. Nothing waits on the way out, so
-        that who is cancelled has either recorded something or not."""
-        async with self._alone:
+        """Lock the ledger: a long conversation is rendered in a thread. The exit does not await, so that a cancelled
+        call has either recorded its completion or not."""
+        async with self._ledger_lock:
             try:
                 yield self._ledger
             finally:
-                while self._given_up:
-                    self._ledger.abandon(self._given_up.pop())
+                while self._abandoned:
+                    self._ledger.abandon(self._abandoned.pop())
 
     def abandon(self, plan: PromptPlan) -> None:
-        """Nothing that was or will be sampled for this plan is trained."""
-        if self._alone.locked():
-            self._given_up.append(plan)
+        """Train nothing that was or will be sampled for this plan."""
+        if self._ledger_lock.locked():
+            self._abandoned.append(plan)
         else:
             self._ledger.abandon(plan)
 
     def begin_call(self) -> int:
-        """Number of a new call, from 1.
+        """Start a call; return its number, from 1.
 
         Raises:
-            CallError: the session has ended or used up its calls: those that were answered or still may be.
+            CallError: the session has ended, or used up its calls, in progress or answered.
         """
         self.check_open()
-        if self.limits.calls and self.answered + len(self.at_work) >= self.limits.calls:
-            self.used_up = self.used_up or "turns"
+        if self.limits.calls and self.answered + len(self.in_progress) >= self.limits.calls:
+            self.exhausted = self.exhausted or "turns"
             message = f"session {self.name!r} has had its {self.limits.calls} calls"
             raise CallError(409, message, code="session_calls_used_up")
         self.calls += 1
         return self.calls
 
     def check_open(self) -> None:
-        """Raises: CallError: it has ended."""
+        """Raise CallError if it has ended."""
         if self.ended:
             raise CallError(409, f"session {self.name!r} {self.ended}", code="session_ended")
 
     def no_tokens(self, message: str, status: int = 409, code: str = "session_tokens_used_up") -> CallError:
-        """Why a call cannot be answered: there is no room for its tokens."""
-        self.used_up = self.used_up or "tokens"
+        """Return the error of a call without room for its tokens."""
+        self.exhausted = self.exhausted or "tokens"
         return CallError(status, message, param="messages", code=code)
 
-    def sampled(self, ledger: TokenLedger, plan: PromptPlan, what: Sampled, choice: int = 0) -> Reply:
-        """Record a completion; a call that ends after its session is not recorded."""
+    def sampled(self, ledger: TokenLedger, plan: PromptPlan, sampled: Sampled, choice: int = 0) -> Reply:
+        """Record a completion; one that ends after its session is not recorded."""
         self.check_open()
-        reply = ledger.sampled(plan, what, choice)
-        if what.versions:
-            oldest = min(span.kv_version for span in what.versions)
+        reply = ledger.sampled(plan, sampled, choice)
+        if sampled.versions:
+            oldest = min(span.kv_version for span in sampled.versions)
             self.oldest = min(self.oldest or oldest, oldest)
         return reply
 
@@ -132,14 +132,16 @@ class Session:
         ledger: TokenLedger,
         response: str,
         reply: Reply,
-        told: Message,
+        message: Message,
         *,
         choice: int = 0,
         instructed: bool = False,
     ) -> None:
-        """An answer as its caller knows it: a choice of this id, with these words.
+        """Remember an answer as its caller got it.
 
         Args:
+            response, choice: id of the response, and index of the choice in it.
+            message: as the caller got it.
             instructed: its conversation begins with instructions that belong to its call alone.
         """
         if not choice:
@@ -147,16 +149,16 @@ class Session:
         if instructed:
             self._instructed.add(reply.id)
         if self.trained:
-            self._said[reply.id] = Said(reply.id, dict(told), reply.finish_reason, response, choice)
-        if told.get("content") != reply.message.get("content"):
+            self._answers[reply.id] = GivenAnswer(reply.id, dict(message), reply.finish_reason, response, choice)
+        if message.get("content") != reply.message.get("content"):
             # Cut before a stop string, or as it was streamed.
-            ledger.told(reply.id, told)
+            ledger.told(reply.id, message)
 
     def reply(self, response: str) -> str:
-        """The ledger's id of an answer.
+        """Return the ledger's id of a response.
 
         Raises:
-            CallError: the session has none such.
+            CallError: the session does not have it.
         """
         if (found := self._replies.get(response)) is None:
             message = f"there is no response {response!r} in this session"
@@ -164,7 +166,7 @@ class Session:
         return found
 
     def before(self, ledger: TokenLedger, response: str) -> list[Message]:
-        """The conversation up to an answer, without the instructions that were its call's alone."""
+        """Return the conversation up to an answer, without the instructions that belong to its call alone."""
         found = ledger.conversation(response)
         return found[1:] if response in self._instructed else found
 
@@ -173,30 +175,30 @@ class Session:
         return response in self._instructed
 
     def end(self, why: str) -> None:
-        """Take no more calls, and end those at work."""
+        """Accept no more calls, and cancel those in progress."""
         self.ended = self.ended or why
-        self._waiting = self._waiting or len(self.at_work)
-        for task in list(self.at_work):
+        self._interrupted = self._interrupted or len(self.in_progress)
+        for task in list(self.in_progress):
             task.cancel()
 
     async def settled(self) -> None:
-        """Calls that were ended have let go of their plans."""
-        if self.at_work:
-            await asyncio.wait(self.at_work, timeout=SETTLE_S)
+        """Wait until cancelled calls have released their plans."""
+        if self.in_progress:
+            await asyncio.wait(self.in_progress, timeout=SETTLE_S)
         async with self.ledger():
             return
 
-    def close(self) -> Closed:
-        """What it was, once it has ended; the same each time."""
+    def close(self) -> ClosedSession:
+        """Return the result of a session that has ended; the same each time."""
         if self.closed is None:
             episode = self._ledger.episode()
-            self.closed = Closed(
+            self.closed = ClosedSession(
                 episode=episode,
-                said=tuple(self._said[reply] for reply in episode.replies if reply in self._said),
-                used_up=self.used_up,
-                waiting=self._waiting,
-                trouble=self.trouble,
-                never=self.never,
+                answers=tuple(self._answers[reply] for reply in episode.replies if reply in self._answers),
+                exhausted=self.exhausted,
+                interrupted=self._interrupted,
+                error=self.error,
+                permanent=self.permanent,
                 left=self.left,
             )
         return self.closed
@@ -206,24 +208,24 @@ class Sessions:
     """The sessions of a gateway, a bounded number.
 
     Args:
-        ledger: makes one.
+        ledger: makes a ledger.
         most: open at once.
-        idle_s: one that nobody renews ends after so long without a call.
+        idle_s: a session without an owner ends after so long without a call.
     """
 
     def __init__(self, ledger: MakeLedger, *, tokens: int, most: int, idle_s: float, now: Callable[[], float]) -> None:
         self._ledger, self._tokens, self._most, self._idle_s, self._now = ledger, tokens, most, idle_s, now
         self._open: dict[str, Session] = {}
-        """Until they are forgotten: those that have ended, too."""
+        """Until they are forgotten, ended ones included."""
         self._owners: dict[str, tuple[int, float]] = {}
-        """Of a slot: the newest epoch, and when it was last heard of."""
-        self._looked_at = now()
-        self._passing: OrderedDict[str, Session] = OrderedDict()
-        """Those of callers with the run's token, by name; the one used last at the end."""
+        """By slot: the newest epoch, and when it last renewed."""
+        self._ticked_at = now()
+        self._of_run: OrderedDict[str, Session] = OrderedDict()
+        """Sessions of callers with the run's token, by name; the one used last at the end."""
         self._by_response: OrderedDict[str, Session] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._open) + len(self._passing)
+        return len(self._open) + len(self._of_run)
 
     def open(self, name: str, limits: SessionLimits, nonce: str = "", owner: Incarnation | None = None) -> Session:
         """Open a session, or return the one that is open with this nonce."""
@@ -231,7 +233,7 @@ class Sessions:
             self.renew(owner)
         found = self._open.get(name)
         if found is not None and found.owner == owner is not None and found.nonce != nonce:
-            # Its forgetting is still on the way here.
+            # The `forget` of the earlier session is still on its way.
             self._end(found, f"was opened again by {owner}")
             found = None
         if found is not None:
@@ -255,7 +257,7 @@ class Sessions:
                 self._end(session, why)
 
     def find(self, name: str, nonce: str) -> Session:
-        """One that was opened, and may have ended.
+        """Return a session that was opened, and may have ended.
 
         Raises:
             Refused: there is none.
@@ -266,8 +268,8 @@ class Sessions:
             raise Refused(f"session {name!r}", why="none of this name and nonce is open", hint=hint)
         return found
 
-    def close(self, name: str, nonce: str = "") -> Closed:
-        """End a session, and say what it was; see GatewayApi.close, which waits in between."""
+    def close(self, name: str, nonce: str = "") -> ClosedSession:
+        """End a session, and return its result; GatewayRole.close waits for its calls in between."""
         session = self.find(name, nonce)
         session.used_at = self._now()
         session.end("has been closed")
@@ -280,7 +282,7 @@ class Sessions:
             self._end(session, "was cancelled")
 
     def of_key(self, name: str, nonce: str = "") -> Session:
-        """The session whose key was shown.
+        """Return the session of a key.
 
         Raises:
             CallError: it is not open.
@@ -293,49 +295,49 @@ class Sessions:
         return found
 
     def of_run(self, name: str, previous: str) -> Session:
-        """A session for a caller with the run's token: the one he names, the one of the response that he goes on from,
-        or one for this call. Its tokens are not trained on.
+        """Return a session for a caller with the run's token: the named one, that of the response it continues from, or
+        a new one for this call. Its tokens are not trained on.
 
         Raises:
-            CallError: the name belongs to an episode, whose own key is wanted.
+            CallError: the name belongs to an episode, which needs its own key.
         """
         if name in self._open:
             raise CallError(401, f"session {name!r} is an episode of the run: use its own key", code="wrong_key")
         if not name and (found := self._by_response.get(previous)) is not None:
             return found
-        if (found := self._passing.get(name)) is not None:
-            self._passing.move_to_end(name)
+        if (found := self._of_run.get(name)) is not None:
+            self._of_run.move_to_end(name)
             return found
         limits = SessionLimits()
         session = self._new(name or "a call", limits, trained=False, kept=bool(name))
         if name:
-            while len(self._passing) >= self._most:
-                self._drop(next(iter(self._passing)))
-            self._passing[name] = session
+            while len(self._of_run) >= self._most:
+                self._drop(next(iter(self._of_run)))
+            self._of_run[name] = session
         return session
 
     def remember(self, response: str, session: Session) -> None:
-        """A later call may go on from this response with no more than its id."""
+        """Let later calls continue from this response by its id."""
         self._by_response[response] = session
         session.used_at = self._now()
         while len(self._by_response) > self._most:
             self._by_response.popitem(last=False)
 
     def tick(self) -> None:
-        """Forget what nobody has used or renewed for long."""
+        """Forget sessions that were not used or renewed for long."""
         now = self._now()
         old = now - self._idle_s
-        if now - self._looked_at > PAUSE_S:
+        if now - self._ticked_at > PAUSE_S:
             self._owners = {slot: (epoch, now) for slot, (epoch, _) in self._owners.items()}
-        self._looked_at = now
+        self._ticked_at = now
         for session in list(self._open.values()):
             if session.closed is not None and session.used_at < now - LEASE_S:
                 self._end(session, "has been closed")
-            elif session.owner is None and session.used_at < old and not session.at_work:
+            elif session.owner is None and session.used_at < old and not session.in_progress:
                 self._end(session, "was not used for long")
             elif session.owner is not None and self._owners[session.owner.slot][1] < now - LEASE_S:
                 self._end(session, f"was not renewed by {session.owner}")
-        for name in [n for n, s in self._passing.items() if s.used_at < old and not s.at_work]:
+        for name in [n for n, s in self._of_run.items() if s.used_at < old and not s.in_progress]:
             self._drop(name)
         for response in [r for r, s in self._by_response.items() if s.used_at < old]:
             del self._by_response[response]
@@ -356,13 +358,13 @@ class Sessions:
         return session
 
     def _end(self, session: Session, why: str) -> None:
-        """End one that was opened, and forget it."""
+        """End an open session, and forget it."""
         del self._open[session.name]
         session.end(why)
         self._forget(session)
 
     def _drop(self, name: str) -> None:
-        session = self._passing.pop(name)
+        session = self._of_run.pop(name)
         session.end("was not used for long")
         self._forget(session)
 
@@ -373,15 +375,15 @@ class Sessions:
 
 @dataclass(eq=False)
 class StreamedAnswer:
-    """An answer that its caller is sent as it is made.
+    """An answer that is streamed to its caller.
 
     Attributes:
         request: its id, as the caller knows it.
         messages, tools, may_call: what it answers. plan: of the ledger.
-        gone: whether the connection is no more that it is sent by.
-        taken: sampled so far. text: what the caller was shown of it.
-        counted: among the session's answers. left: its caller went before its end.
-        settled: it is decided what is trained of it.
+        gone: whether the caller's connection has ended.
+        taken: sampled so far. text: what the caller was sent of it.
+        counted: among the session's answers. left: its caller disconnected before its end.
+        settled: it is decided what of it is trained.
     """
 
     request: str
@@ -396,56 +398,54 @@ class StreamedAnswer:
     settled: bool = False
     may_call: bool = True
 
-    def begin(self) -> SampledTokens:
-        """Empty, for what is sampled; anew when the call is begun anew."""
+    def restart(self) -> SampledTokens:
+        """Clear what was sampled, and return the empty tokens: the call starts, or starts anew."""
         self.taken, self.text = SampledTokens(), ""
         return self.taken
 
 
 def adopt_partial_answer(session: Session, ledger: TokenLedger, messages: Sequence[Message], spell: Spell) -> None:
-    """Record what was sampled of answers that their caller left in the middle, if these messages go on with a beginning
-    of them: up to the token that completes that text. What was sampled behind it is not trained."""
+    """Record streamed answers that their callers left in the middle, if these messages continue from the beginning of
+    one: up to the token that completes that text. What was sampled behind it is not trained."""
     for one in list(session.streams):
-        said = messages[len(one.messages)] if len(messages) > len(one.messages) else {}
-        if said.get("role") != "assistant" or list(messages[: len(one.messages)]) != one.messages:
+        following = messages[len(one.messages)] if len(messages) > len(one.messages) else {}
+        if following.get("role") != "assistant" or list(messages[: len(one.messages)]) != one.messages:
             continue
-        words = str(said.get("content") or "").strip()
-        if one.counted and words == one.text.strip():
-            # It was taken as a whole.
+        text = str(following.get("content") or "").strip()
+        if one.counted and text == one.text.strip():
+            # The caller got the whole answer.
             session.streams.remove(one)
-        elif words and not said.get("tool_calls") and (one.left or one.gone()):
-            _take(session, ledger, one, words, spell)
+            continue
+        if not text or following.get("tool_calls") or not (one.left or one.gone()):
+            continue
+        count = tokens_until(one.taken.tokens, one.text.strip(), text, spell)
+        if not count:
+            continue
+        session.streams.remove(one)
+        one.settled = True
+        ledger.abandon(one.plan)
+        try:
+            plan = ledger.prompt(one.messages, one.tools, may_call=one.may_call, max_new_tokens=count, instead=one.plan)
+        except Refused:
+            continue
+        if plan.tokens != one.plan.tokens or plan.rows < one.plan.rows:
+            # Another answer has taken its place by now, or what came before it is gone.
+            ledger.abandon(plan)
+            continue
+        reply = session.sampled(ledger, plan, one.taken.until(count, "stop"))
+        session.remember(ledger, one.request, reply, {"role": "assistant", "content": text})
+        session.answered += not one.counted
+        session.left -= one.left
 
 
-def _take(session: Session, ledger: TokenLedger, one: StreamedAnswer, words: str, spell: Spell) -> None:
-    count = tokens_until(one.taken.tokens, one.text.strip(), words, spell)
-    if not count:
-        return
-    session.streams.remove(one)
-    one.settled = True
-    ledger.abandon(one.plan)
-    try:
-        plan = ledger.prompt(one.messages, one.tools, may_call=one.may_call, max_new_tokens=count, instead=one.plan)
-    except Refused:
-        return
-    if plan.tokens != one.plan.tokens or plan.rows < one.plan.rows:
-        # Something else is in its place by now, or what it stood behind is not there any more.
-        ledger.abandon(plan)
-        return
-    reply = session.sampled(ledger, plan, one.taken.until(count, "stop"))
-    session.remember(ledger, one.request, reply, {"role": "assistant", "content": words})
-    session.answered += not one.counted
-    session.left -= one.left
-
-
-def tokens_until(tokens: Sequence[int], text: str, words: str, spell: Spell) -> int:
-    """How many tokens it takes to say `words`, with which `text` begins, which these tokens say; 0: they do not."""
+def tokens_until(tokens: Sequence[int], text: str, beginning: str, spell: Spell) -> int:
+    """Return how many of the tokens, which spell `text`, spell its `beginning`; 0: `text` does not begin so."""
     at = spell(tokens).rfind(text)
-    if not words or at < 0 or not text.startswith(words):
+    if not beginning or at < 0 or not text.startswith(beginning):
         return 0
-    end = at + len(words)
+    end = at + len(beginning)
     for count in range(bisect_left(range(len(tokens)), end, key=lambda n: len(spell(tokens[:n]))), len(tokens) + 1):
-        # Half a character is spelled as one of its own.
-        if spell(tokens[:count])[at:end] == words:
+        # Half a character is spelled as a character of its own.
+        if spell(tokens[:count])[at:end] == beginning:
             return count
     return 0

@@ -40,7 +40,7 @@ class GatewaySettings(RoleSettings):
     session_tokens: Annotated[int, Field(ge=16, le=1 << 22)] = 32_768
     """Tokens of one episode, all its branches, where who opens it says nothing."""
     session_media_kib: Annotated[int, Field(ge=1, le=16_384)] = 1024
-    """Pictures of one episode, encoded, each counted once; for models that see."""
+    """Images of one episode, encoded, each counted once; for models that see."""
     session_idle_s: Seconds = 900.0
     """A session that a caller with the run's token has named, or that has no owner, is forgotten after so long without
     a call."""

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from relax_rt.config.loader import load_config
-from relax_rt.roles.agentic.chat_format import chat_format_of
-from relax_rt.roles.agentic.errors import EnvironmentFailed
+from relax_rt.roles.agentic.interface import EnvironmentFailed
 from relax_rt.roles.agentic.loading import load_factory
-from relax_rt.roles.agentic.settings import env_settings
+from relax_rt.roles.agentic.settings import chat_format_of, env_settings
 from relax_rt.roles.agentic.tasks import DataTasks, SeedTasks
-from relax_rt.roles.agentic.tokens.chat_format import load_chat_template
+from relax_rt.roles.agentic.tokens.template import load_chat_template
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.order import sample_seed
 from relax_rt.roles.data.source import PromptSource

@@ -28,10 +28,8 @@ from relax_rt.roles.rewards.settings import RewardSettings
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 from relax_rt.roles.trackers.settings import WriterSettings, not_writable
 from relax_rt.roles.training.algorithms.settings import SHARING
-from relax_rt.roles.training.backend.settings import TrainerSettings
+from relax_rt.roles.training.backend.settings import CriticSettings, ReferenceSettings, TrainerSettings
 from relax_rt.roles.training.checkpoints.store import newest_step
-from relax_rt.roles.training.critic.settings import CriticSettings
-from relax_rt.roles.training.reference.settings import ReferenceSettings
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.config.algorithm_checks import check_own_parts
 from relax_rt.roles.config.cold_start_checks import preflight_cold_start
 from relax_rt.roles.config.evaluation_checks import preflight_evaluation
-from relax_rt.roles.config.model_checks import check_computed, check_engine_model, check_pictures, engine_warnings
+from relax_rt.roles.config.model_checks import check_computed, check_engine_model, check_images, engine_warnings
 from relax_rt.roles.config.publication_checks import preflight_publication, wire_note
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.settings import DataTable
@@ -30,8 +30,7 @@ from relax_rt.roles.models.cache import say, stage
 from relax_rt.roles.models.precision import cpu_dtype
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.settings import ShardedSettings
-from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
-from relax_rt.roles.models.vocabulary import check_vocabulary
+from relax_rt.roles.models.tokenizer import ChatTokenizer, check_vocabulary, load_tokenizer
 from relax_rt.roles.planning.division import divides_model
 from relax_rt.roles.rewards.answer_checks import SHOWN, answer_reports
 from relax_rt.roles.rewards.checks import describe_sandboxes, preflight_judge
@@ -39,8 +38,7 @@ from relax_rt.roles.rewards.dry_run import dry_run, task_of
 from relax_rt.roles.rollout.engines.settings import EngineSettings
 from relax_rt.roles.rollout.engines.sglang.options import check_sglang
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.reference.checks import check_reference
-from relax_rt.roles.training.torch.checks import check_adapters, check_packing
+from relax_rt.roles.training.checks import check_adapters, check_packing, check_reference
 from relax_rt.transport.rpc.errors import RelaxError
 
 SETTING = re.compile(r"(model|data|reward)(\.[a-z_]+|\[\d+\])+")
@@ -142,7 +140,7 @@ def _of_model(config: RLConfig, folder: Path) -> list[Problem]:
         *check_engine_model(config, folder),
         *check_adapters(config, folder),
         *check_packing(config, folder),
-        *check_pictures(config, folder),
+        *check_images(config, folder),
     ]
 
 

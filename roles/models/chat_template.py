@@ -92,7 +92,10 @@ def probe_template(apply: Apply, source: str) -> TemplateCapabilities:
     """
     missing: dict[str, Fault] = {}
     asked: Message = {"role": "user", "content": WORD}
-    parts = _fault(apply, [asked], WORD) is not None and _fault(apply, [_with_parts(asked)], WORD) is None
+    parts = (
+        _fault(apply, [asked], WORD) is not None
+        and _fault(apply, [{**asked, "content": [{"type": "text", "text": asked["content"]}]}], WORD) is None
+    )
 
     def fault(
         found: TemplateCapabilities, messages: list[Message], *wanted: str, tools: Sequence[Tool] = ()
@@ -158,10 +161,6 @@ def _calls(calls: list[dict[str, Any]]) -> Message:
 
 def _result(call: str, words: str) -> Message:
     return {"role": "tool", "content": words, "tool_call_id": call, "name": NAME}
-
-
-def _with_parts(message: Message) -> Message:
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def unseen_role(messages: Sequence[Message], found: TemplateCapabilities) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -15,7 +15,6 @@ from relax_rt.transport.rpc.errors import Refused
 if TYPE_CHECKING:
     from relax_rt.interfaces.role import RoleContext
     from relax_rt.roles.models.settings import ShardedSettings
-
 
 CPU = torch.device("cpu")
 PINNED_BYTES = 16 << 20
@@ -168,3 +167,16 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+
+
+@contextmanager
+def denormals_flushed() -> Iterator[None]:
+    """Treat denormal numbers as zero in this thread: on CPUs they cost a hundred times a normal operation.
+
+    The setting belongs to the thread, so it is made where the work is done, and taken back for whoever runs there next.
+    """
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)

@@ -16,7 +16,7 @@ from relax_rt.roles.models.settings import ShardedSettings
 from relax_rt.roles.models.shape import ModelShape, read_shape
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.rollout.engines.settings import EngineSettings
-from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.roles.training.backend.settings import ReferenceSettings
 from relax_rt.transport.rpc.errors import RelaxError
 
 

@@ -23,9 +23,8 @@ from relax_rt.roles.planning.division import own_model
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings, longest_tokens
-from relax_rt.roles.training.backend.settings import TrainerSettings
+from relax_rt.roles.training.backend.settings import ReferenceSettings, TrainerSettings
 from relax_rt.roles.training.publication.settings import wire_of
-from relax_rt.roles.training.reference.settings import ReferenceSettings
 from relax_rt.supervision.plan import plan_roles
 
 BYTES = {"float32": 4, "bfloat16": 2, "auto": 4}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +11,6 @@ import numpy as np
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import model_folder
-from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.base.sample import SampleMeta
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
@@ -23,7 +20,7 @@ from relax_rt.roles.rewards.genrm.settings import genrm_settings
 from relax_rt.roles.rewards.judge import Judge, JudgeVerdict, Judging, LateVerdict, load_judging, with_verdict
 from relax_rt.roles.rewards.scoring import Failed, Request, Score
 from relax_rt.roles.rewards.settings import RewardSettings, RewardTable
-from relax_rt.roles.rollout.router import Router
+from relax_rt.roles.rollout.router.role import RouterRole
 from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample
 from relax_rt.transport.queue.ledger.messages import ABOUT, Failure
 from relax_rt.transport.rpc.errors import ProtocolError, RelaxError
@@ -42,7 +39,7 @@ SLAB_BYTES, CAPACITY_BYTES = 1 << 20, 8 << 20
 """A reward and its components nearly always travel inside the message."""
 
 
-class RewardRole(RLRole[RewardSettings]):
+class RewardRole(RouterRole[RewardSettings]):
     """Takes completions from the queue and puts `reward` (float32, total) and `rewards` (components) on them.
 
     A call that raises fails its sample, not the run; its group is regenerated. Functions of users run in worker
@@ -107,20 +104,12 @@ class RewardRole(RLRole[RewardSettings]):
         # A request for several whole groups would wait for all of them.
         groups = 1 if self.rewards.groups else 0
         try:
-            async with self._open_judge():
-                await self.consume(TASK, self.settings.batch, self._score, "completions to score", groups=groups)
+            if self.judging is not None:
+                await self.open_router("genrm", frozen=not genrm_settings(self.config).follow)
+                self.judge = Judge(self.judging, self.router.generate)
+            await self.consume(TASK, self.settings.batch, self._score, "completions to score", groups=groups)
         finally:
             self._report(last=True)
-
-    @asynccontextmanager
-    async def _open_judge(self) -> AsyncIterator[None]:
-        """Open a router to the judge's engines, if there is a judge."""
-        if self.judging is None:
-            yield
-            return
-        async with Router(self.ctx, "genrm", frozen=not genrm_settings(self.config).follow) as router:
-            self.judge = Judge(self.judging, router.generate)
-            yield
 
     async def _score(self, batch: LeasedBatch) -> None:
         began = time.monotonic()

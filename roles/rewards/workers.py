@@ -157,19 +157,16 @@ class RewardWorkers:
             failed = Failed(f"{spec.target} {late}", excess=True)
         except WorkerDied as error:
             if loading:
-                self._count_lost_while_loading()
+                self._lost_while_loading += 1
+                if self._lost_while_loading >= MAX_LOST_WHILE_LOADING:
+                    why = f"{MAX_LOST_WHILE_LOADING} were lost while they loaded their functions"
+                    raise RelaxError("reward workers", why=why) from None
             failed = Failed(f"{spec.target} did not return: {error.why}", excess=error.over_limit)
         else:
             return
         self._on_lost(failed.reason)
         for index in sorted(missing):
             settle(first + index, failed)
-
-    def _count_lost_while_loading(self) -> None:
-        self._lost_while_loading += 1
-        if self._lost_while_loading >= MAX_LOST_WHILE_LOADING:
-            why = f"{MAX_LOST_WHILE_LOADING} were lost while they loaded their functions"
-            raise RelaxError("reward workers", why=why) from None
 
     async def close(self) -> None:
         """Kill all workers and what they started."""

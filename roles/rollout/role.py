@@ -231,7 +231,7 @@ class RolloutRole(RLRole[RolloutSettings]):
             again: the engine has released its weights.
         """
         try:
-            whole = await (self.follower.again(record) if again else self.follower.follow(record))
+            whole = await (self.follower.follow_again(record) if again else self.follower.follow(record))
         except Exception:
             self._unreliable = True
             raise

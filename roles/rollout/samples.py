@@ -24,7 +24,7 @@ class SampleMaker:
     Args:
         engine: slot and epoch, for the sample's meta.
         routing: what routing rows look like; None: completions have none.
-        sees: the model takes pictures, of which prompts of data have none.
+        has_vision: the model takes images, of which prompts of data have none.
     """
 
     def __init__(

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_rt.roles.base.sample import read_sample
 from relax_rt.roles.training.algorithms.filters import RefillPolicy, ScoredGroup
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
 from relax_rt.roles.training.algorithms.registry import BoundPart, bind
@@ -82,9 +81,13 @@ class GroupFilter:
         self._saved = self.refill.copy()
         await self._request_surplus()
 
-    async def filter_lease(self, lease: LeasedBatch, batch: StepBatch, step: int) -> None:
-        """Add the groups that pass to the batch; it is full when the step is to be taken with what there is."""
-        passed, filtered = self._judge(lease, batch, step)
+    async def filter_lease(self, lease: LeasedBatch, samples: list[Sample], batch: StepBatch, step: int) -> None:
+        """Add the groups that pass to the batch; it is full when the step is to be taken with what there is.
+
+        Args:
+            samples: of the lease, in its order.
+        """
+        passed, filtered = self._judge(samples, batch, step)
         for why, keys in filtered.items():
             lease = await self._queue.filter_groups(lease, keys, why)
         if lease:
@@ -92,12 +95,14 @@ class GroupFilter:
         self._conclude(batch, step)
         await self._request_surplus()
 
-    def _judge(self, lease: LeasedBatch, batch: StepBatch, step: int) -> tuple[list[Sample], dict[str, list[int]]]:
+    def _judge(self, given: list[Sample], batch: StepBatch, step: int) -> tuple[list[Sample], dict[str, list[int]]]:
         """Return the samples that pass, in order, and the filtered groups by reason."""
         passed: list[Sample] = []
         filtered: dict[str, list[int]] = {}
-        for key, members in lease.groups().items():
-            samples = [read_sample(one) for one in members]
+        groups: dict[int, list[Sample]] = {}
+        for sample in given:
+            groups.setdefault(sample.meta.group, []).append(sample)
+        for key, samples in groups.items():
             truncated = [sample.meta.truncated for sample in samples]
             group = ScoredGroup(key, samples[0].meta.item, self._objective.rewards(samples), truncated)
             verdict = self.refill.scored(group, step)

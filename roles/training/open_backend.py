@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
-import torch
-
+from relax_rt.cluster.nodes.api import HEAD
+from relax_rt.cluster.nodes.links import Links
 from relax_rt.config.schema import RunConfig
 from relax_rt.hosting.gang import Gang
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import model_folder
 from relax_rt.roles.models.device import open_device
-from relax_rt.roles.models.opening import refused_for_good
+from relax_rt.roles.models.resolve import refused_for_good
 from relax_rt.roles.rollout.engines.settings import EngineSettings, SamplingTable
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.backend.gang import Follower, Leader
+from relax_rt.roles.training.backend.gang import Follower, Leader, RankBackend
 from relax_rt.roles.training.backend.settings import TrainerSettings
+from relax_rt.roles.training.backend.shares import LeaseReader
 from relax_rt.roles.training.batch.budget import TokenBudget
+from relax_rt.roles.training.checks import CANNOT_PACK, PACKS
 from relax_rt.roles.training.megatron.backend import MegatronBackend
 from relax_rt.roles.training.megatron.model import LayerChoice, choose_layers, sizes_of
 from relax_rt.roles.training.megatron.ranks import MegatronRanks
 from relax_rt.roles.training.torch.backend import TorchBackend
-from relax_rt.roles.training.torch.checks import CANNOT_PACK, PACKS
 from relax_rt.roles.training.torch.sharding import TorchRanks
 from relax_rt.transport.rpc.errors import Refused
 
 TORCH_REMEDY = "set roles.trainer.lora, or divide the model over more ranks or machines (roles.trainer.count)"
 
 
-def open_torch(ctx: RoleContext, objective: Objective) -> TorchBackend | Leader | Follower:
+def open_torch(
+    ctx: RoleContext, objective: Objective, loop: asyncio.AbstractEventLoop
+) -> TorchBackend | Leader | Follower:
     """Load the model, with count above 1 in the gang that the supervisor has started.
+
+    Args:
+        loop: of the role; this is called in a thread.
 
     Raises:
         BadInput: the model or the settings ask for what this backend cannot do.
@@ -38,8 +45,8 @@ def open_torch(ctx: RoleContext, objective: Objective) -> TorchBackend | Leader 
     assert isinstance(ctx.config, RunConfig) and isinstance(ctx.settings, TrainerSettings)
     table = ctx.settings
     device = open_device(ctx, table)
-    ranks = _join(device) if table.count > 1 else None
-
+    gang = _join() if table.count > 1 else None
+    ranks = TorchRanks(gang.store(), gang.rank, gang.world_size, device) if gang is not None else None
     folder, budget = model_folder(ctx), TokenBudget.of(ctx, table.tokens_per_micro_batch, TORCH_REMEDY)
     with refused_for_good():
         backend = TorchBackend(
@@ -58,15 +65,7 @@ def open_torch(ctx: RoleContext, objective: Objective) -> TorchBackend | Leader 
         )
         if backend.costs is None:
             _cannot_pack(ctx, table)
-    if ranks is None:
-        return backend
-    if ranks.rank == 0:
-        return Leader(backend)
-
-    def doing(order: str) -> None:
-        ctx.progress.waiting("" if order else "orders of rank 0")
-
-    return Follower(backend, doing, ctx.progress.waiting)
+    return backend if gang is None else _member(ctx, gang, backend, loop)
 
 
 def _cannot_pack(ctx: RoleContext, table: TrainerSettings) -> None:
@@ -75,12 +74,35 @@ def _cannot_pack(ctx: RoleContext, table: TrainerSettings) -> None:
     ctx.log.warning(f"sequences are padded: {CANNOT_PACK}", setting="roles.trainer.packing")
 
 
-def _join(device: torch.device) -> TorchRanks:
+def _join() -> Gang:
     gang = Gang.here()
     if gang.local_world_size == gang.world_size:
         # Nobody outside this machine has to reach the ranks.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return TorchRanks(gang.store(), gang.rank, gang.world_size, device)
+    return gang
+
+
+def _member(ctx: RoleContext, gang: Gang, backend: RankBackend, loop: asyncio.AbstractEventLoop) -> Leader | Follower:
+    """Make this rank the gang's leader or a follower; in a gang over several nodes each rank reads its own samples."""
+    reader: LeaseReader | None = None
+    if gang.local_world_size != gang.world_size:
+        links = Links.from_environment()
+
+        async def ask(owners: list[str]) -> dict[str, str]:
+            return await (await ctx.queue()).payload_servers(owners)
+
+        def locate(owners: list[str]) -> dict[str, str]:
+            return asyncio.run_coroutine_threadsafe(ask(owners), loop).result()
+
+        node = links.node if links is not None else HEAD
+        reader = LeaseReader(node, locate, ctx.payload_dir, ctx.spill_dir, ctx.fetcher)
+    if gang.rank == 0:
+        return Leader(backend, reader)
+
+    def doing(order: str) -> None:
+        ctx.progress.waiting("" if order else "orders of rank 0")
+
+    return Follower(backend, doing, ctx.progress.waiting, reader)
 
 
 MEGATRON_REMEDY = (
@@ -94,17 +116,17 @@ LOCAL_COSTS = (
 LOCAL_REMEDY = 'install transformer-engine; roles.trainer.layers = "local" says that these are wanted'
 
 
-def open_megatron(ctx: RoleContext, objective: Objective) -> Leader | Follower:
+def open_megatron(ctx: RoleContext, objective: Objective, loop: asyncio.AbstractEventLoop) -> Leader | Follower:
     """Join the gang that the supervisor has started, and load this rank's part of the model.
+
+    Args:
+        loop: of the role; this is called in a thread.
 
     Raises:
         BadInput: the model or the settings ask for what this backend cannot do.
     """
     assert isinstance(ctx.config, RunConfig) and isinstance(ctx.settings, TrainerSettings)
-    gang = Gang.here()
-    if gang.local_world_size == gang.world_size:
-        # Nobody outside this machine has to reach the ranks.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    gang = _join()
     ranks = MegatronRanks(
         sizes_of(ctx.settings), gang.store(), gang.rank, local_rank=gang.local_rank, seed=ctx.config.run.seed
     )
@@ -125,13 +147,7 @@ def open_megatron(ctx: RoleContext, objective: Objective) -> Leader | Follower:
             on_progress=ctx.progress.advance,
             budget=budget,
         )
-    if gang.rank == 0:
-        return Leader(backend)
-
-    def doing(order: str) -> None:
-        ctx.progress.waiting("" if order else "orders of rank 0")
-
-    return Follower(backend, doing, ctx.progress.waiting)
+    return _member(ctx, gang, backend, loop)
 
 
 def tell_layers(ctx: RoleContext, choice: LayerChoice) -> None:

@@ -1,31 +1,134 @@
-"""One optimizer step: its batch, gradients and updates, and its record in the metrics. Called by the trainer role."""
+"""One optimizer step: its batch, gradients and updates, and what its metrics say. Called by the trainer role.
+
+The metrics include the trainer-engine mismatch. Samples whose advantages are all zero, as those of a group with equal
+rewards, have no part in the gradient and are not computed with it; `idle_token_metrics` measures them as well, so that
+the mismatch is not that of the other samples alone.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from relax_rt.config.schema import RunConfig
+from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.sample import Sample, content_digest
-from relax_rt.roles.training.algorithms.tensors import Metrics, merge
+from relax_rt.roles.base.settings import ProgressTable
+from relax_rt.roles.rollout.engines.settings import SamplingTable
+from relax_rt.roles.training.algorithms.inputs import LOG_RATIO_LIMIT, Metrics, merge
+from relax_rt.roles.training.algorithms.objective import Objective
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.interface import StepResult
+from relax_rt.roles.training.backend.shares import SharedSample
 from relax_rt.roles.training.batch.rows import mini_batches, pick
-from relax_rt.roles.training.mismatch import (
-    idle_token_metrics,
-    measured_before_updates,
-    sampled_entropy,
-    with_idle_tokens,
-)
 from relax_rt.transport.base.versions import VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.training.algorithms.objective import Objective
     from relax_rt.roles.training.backend.interface import TrainerBackend
     from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample
+
+
+MEANS = {"ratio_mean": "ratio", "kl_behaviour": "kl", "difference_mean": "difference", "clip_fraction": "clipped"}
+"""Fields of a StepResult that are means over tokens, and the sums that they are of."""
+LARGEST = {"ratio_max_deviation": "ratio_deviation_max", "difference_max": "difference_max"}
+
+
+def idle_token_metrics(
+    samples: Sequence[Sample], backend: TrainerBackend, objective: Objective, over: Literal["trained", "all"]
+) -> Metrics:
+    """Sums over trained tokens that are not computed with the gradients; empty where there are none, or where they are
+    not to be measured. Blocks; before the update.
+
+    Args:
+        samples: of a step, after `Objective.advantages`.
+        over: "all" makes a forward pass for them. "trained" does so only where nothing else is computed in the step,
+            which would leave it without a measure.
+    """
+    idle = [one for one in samples if objective.idle(one) and one.loss_mask[1:].any()]
+    if not idle:
+        return {}
+    if "proximal" in objective.needs:
+        found = [one.proximal_logprobs for one in idle if one.proximal_logprobs is not None]
+        if len(found) == len(idle):
+            # They are there already.
+            return mismatch_sums(idle, found)
+    if over == "trained" and any(not objective.idle(one) for one in samples):
+        return {}
+    return mismatch_sums(idle, backend.log_probabilities(idle))
+
+
+def mismatch_sums(samples: Sequence[Sample], logprobs: Sequence[NDArray[np.float32]]) -> Metrics:
+    """Return those sums of `Objective.loss` over the trained tokens that compare the two policies.
+
+    Args:
+        logprobs: under the trained policy, float32 [T] for each sample.
+    """
+    at = [np.flatnonzero(one.loss_mask[1:]) + 1 for one in samples]
+    gaps = [
+        values[places].astype(np.float64) - one.behaviour_logprobs[places]
+        for one, values, places in zip(samples, logprobs, at, strict=True)
+    ]
+    gap = np.concatenate(gaps)
+    held = gap.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = np.exp(held)
+    return {
+        "tokens": float(len(gap)),
+        "ratio": float(ratio.sum()),
+        "ratio_deviation_max": float(np.abs(ratio - 1.0).max(initial=0.0)),
+        # k3 of KL(behaviour || trained): Schulman 2020, "Approximating KL Divergence".
+        "kl": float((ratio - 1.0 - held).sum()),
+        "difference": float(np.abs(gap).sum()),
+        "difference_max": float(np.abs(gap).max(initial=0.0)),
+    }
+
+
+def with_idle_tokens(result: StepResult, rest: Mapping[str, float]) -> StepResult:
+    """The result with what it says of the two policies over its own tokens and those of `idle_token_metrics`.
+
+    A token without advantage is never clipped: no clip moves a gradient of zero.
+    """
+    more = rest.get("tokens", 0.0)
+    if not more:
+        return result
+    seen, every = result.measured_tokens, result.measured_tokens + more
+    means = {field: (getattr(result, field) * seen + rest.get(name, 0.0)) / every for field, name in MEANS.items()}
+    largest = {field: max(getattr(result, field), rest[name]) for field, name in LARGEST.items()}
+    return msgspec.structs.replace(result, measured_tokens=int(every), **means, **largest)
+
+
+def measured_before_updates(result: StepResult, samples: Sequence[Sample]) -> StepResult:
+    """The result with what it says of the two policies by the proximal log-probabilities of these samples, which are of
+    the weights before the step's first update: without what its updates have moved."""
+    found = mismatch_sums(samples, [one.proximal_logprobs for one in samples if one.proximal_logprobs is not None])
+    every = found["tokens"]
+    if not every:
+        return result
+    means = {field: found[name] / every for field, name in MEANS.items() if name in found}
+    largest = {field: found[name] for field, name in LARGEST.items()}
+    clipped = result.clip_fraction * result.measured_tokens / every
+    return msgspec.structs.replace(result, measured_tokens=int(every), clip_fraction=clipped, **means, **largest)
+
+
+def sampled_entropy(samples: Sequence[Sample]) -> float:
+    """Estimate the entropy of the behaviour policy: minus the mean log-probability of the trained tokens that it
+    sampled, nats a token; 0 without any."""
+    total, count = 0.0, 0
+    for one in samples:
+        trained = one.loss_mask[1:] != 0
+        count += int(trained.sum())
+        if not isinstance(one, SharedSample):
+            total += float(one.behaviour_logprobs[1:][trained].sum(dtype=np.float64))
+        elif trained.any():
+            total += one.sampled_logprob
+    return -total / count if count else 0.0
 
 
 class StepTimer:
@@ -63,6 +166,7 @@ class StepBatch:
         masked_tokens: tokens whose advantage the loss set to 0 before the update.
         refused_tokens: tokens of samples that the queue refused as over-stale since the step before.
         stage_wait_s: how long the update waited for the weights to be copied to the stage.
+        received_bytes: payload that came from other nodes, by the node that received it; of a gang over several nodes.
     """
 
     timer: StepTimer = field(default_factory=StepTimer)
@@ -81,13 +185,14 @@ class StepBatch:
     masked_tokens: int = 0
     refused_tokens: int = 0
     stage_wait_s: float = 0.0
+    received_bytes: dict[str, int] = field(default_factory=dict)
 
     def add(self, lease: LeasedBatch, samples: list[Sample]) -> None:
         """Add the groups of a lease, with its samples as they were read."""
         self.leases.append(lease)
         self.leased += lease.samples
         self.samples += samples
-        self.digests += [content_digest(sample) for sample in samples]
+        self.digests += [s.digest if isinstance(s, SharedSample) else content_digest(s) for s in samples]
         self.groups += len(lease.groups())
 
     def pending_tokens(self) -> int:
@@ -272,6 +377,7 @@ def step_record(
         "wait_s": batch.timer["wait"],
         "train_s": batch.timer["train"],
         "stage_wait_s": batch.stage_wait_s,
+        **({"received_bytes": batch.received_bytes} if batch.received_bytes else {}),
         "publish_s": batch.timer["publish"],
         "elapsed_s": elapsed_s,
         "digests": batch.digests,
@@ -283,3 +389,72 @@ def _filtered(batch: StepBatch) -> dict[str, Any]:
     if not batch.scored:
         return {}
     return {"scored": batch.scored, "filtered": batch.filtered, "kept_fraction": batch.groups / batch.scored}
+
+
+class EmptySteps:
+    """Counts consecutive steps of which no sample had a part in the gradient.
+
+    They are reported after `progress.empty_steps` of them, and whenever their number has doubled.
+    """
+
+    def __init__(self, ctx: RoleContext, objective: Objective) -> None:
+        self._ctx, self._objective = ctx, objective
+        self._limit = ctx.config.table(ProgressTable).empty_steps
+        self._count, self._reason = 0, ""
+
+    def note(self, batch: StepBatch, result: StepResult, step: int, *, empty: bool) -> None:
+        """Count a step. A skipped update says nothing about its samples: the count stays.
+
+        Args:
+            empty: the step had no token to train.
+        """
+        if not result.applied:
+            return
+        self._reason = ""
+        if empty:
+            self._reason = _no_token(self._ctx.config, batch.samples)
+            self._ctx.event("step_empty", step=step, why=self._reason)
+        elif all(self._objective.idle(sample) for sample in batch.samples):
+            self._reason = _no_advantage(self._ctx.config, batch.samples, batch.masked_tokens)
+        self._count = self._count + 1 if self._reason else 0
+        times, rest = divmod(self._count, self._limit)
+        if times and not rest and not times & (times - 1):
+            self._ctx.event("steps_empty", step=step, steps=self._count, why=self._reason)
+            self._ctx.log.warning("steps that trained nothing", steps=self._count, why=self._reason)
+
+    def record(self) -> dict[str, Any]:
+        """Fields of a step's metrics."""
+        return {"empty_steps": self._count, "empty_reason": self._reason if self._count >= self._limit else ""}
+
+
+def _no_token(config: RunConfig, samples: Sequence[Sample]) -> str:
+    """Say why a step without a token to train trained nothing, and what helps."""
+    cut = sum(sample.meta.truncated for sample in samples)
+    limit, truncated = config.table(SamplingTable).max_new_tokens, config.table(AlgorithmTable).truncated
+    return (
+        f"none of {len(samples)} samples has a token to train; {cut} were cut at sampling.max_new_tokens = {limit}"
+        f' (algorithm.truncated = "{truncated}")'
+    )
+
+
+def _no_advantage(config: RunConfig, samples: Sequence[Sample], masked_tokens: int) -> str:
+    """Say why the advantages of a step are all 0, and what helps.
+
+    Args:
+        masked_tokens: tokens whose advantage the loss set to 0 before the update.
+    """
+    if masked_tokens:
+        hint = "a lower algorithm.max_staleness, or a wider trust region in algorithm.loss"
+        return f"the loss set the advantages of all {masked_tokens} tokens that had one to 0; what helps: {hint}"
+    rewards: dict[int, set[float]] = {}
+    for sample in samples:
+        rewards.setdefault(sample.meta.group, set()).add(sample.reward or 0.0)
+    equal = all(len(values) == 1 for values in rewards.values())
+    mean = sum(sample.reward or 0.0 for sample in samples) / len(samples)
+    cause = "rewards are equal within each group" if equal else "all advantages are 0"
+    table = config.table(AlgorithmTable)
+    hints = ["easier or harder prompts", "a reward with more than one value"]
+    hints.append(f"more samples a prompt (algorithm.group_size = {table.group_size})")
+    if not table.filters:
+        hints.append('dynamic sampling (algorithm.filters = ["zero_variance"])')
+    return f"{cause}, mean reward {mean:.3g}; what helps: {', '.join(hints)}"

@@ -17,14 +17,13 @@ from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE, model_folder, stage_folder
 from relax_rt.roles.base.progress import NoProgress, no_progress
 from relax_rt.roles.base.role import RLRole
-from relax_rt.roles.models.opening import refused_for_good
+from relax_rt.roles.models.resolve import refused_for_good
 from relax_rt.roles.rollout.engines.communicator import communicator_of
 from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable
 from relax_rt.roles.rollout.engines.time_slicing import TimeSlicingApi, TrainerTimeSlicing
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable, ColdStartTable
-from relax_rt.roles.training.backend.settings import TrainerSettings
+from relax_rt.roles.training.backend.settings import CheckpointTable, TrainerSettings
 from relax_rt.roles.training.checkpoints.digests import identity_of
-from relax_rt.roles.training.checkpoints.settings import CheckpointTable
 from relax_rt.roles.training.checkpoints.store import CheckpointStore
 from relax_rt.roles.training.critic.client import CriticClient
 from relax_rt.roles.training.publication.settings import PublicationTable
@@ -42,11 +41,10 @@ if TYPE_CHECKING:
     from relax_rt.roles.training.checkpoints.store import CheckpointState
     from relax_rt.roles.training.collector import Collector
     from relax_rt.roles.training.dynamic_sampling import GroupFilter
-    from relax_rt.roles.training.empty_steps import EmptySteps
     from relax_rt.roles.training.prompt_sampling import PromptCurriculum
-    from relax_rt.roles.training.publication.files import WeightFiles
+    from relax_rt.roles.training.publication.carriers import WeightFiles
     from relax_rt.roles.training.publication.publisher import Publisher
-    from relax_rt.roles.training.step import StepBatch
+    from relax_rt.roles.training.step import EmptySteps, StepBatch
 
 FETCH_S = 10.0
 """Wait for payload of another node before the leases are released: its owner may be dead."""
@@ -75,7 +73,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         "transformers",
         "relax_rt.roles.training.torch.backend",
         "relax_rt.roles.training.checkpointing",
-        "relax_rt.roles.training.empty_steps",
+        "relax_rt.roles.training.step",
         *MODEL_CODE,
     )
     Settings: ClassVar[type[RoleSettings]] = TrainerSettings
@@ -164,8 +162,7 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     def _train(self, batch: StepBatch) -> StepResult:
         """Compute the gradients that are not there yet, and take the step's update or updates. Blocks."""
-        from relax_rt.roles.training.mismatch import idle_token_metrics
-        from relax_rt.roles.training.step import take_updates
+        from relax_rt.roles.training.step import idle_token_metrics, take_updates
 
         def before_update() -> None:
             batch.stage_wait_s += self.publisher.wait_copied()
@@ -340,7 +337,7 @@ class TrainerRole(RLRole[TrainerSettings]):
             # A user's file may have changed since validation.
             longest = self.table(SamplingTable).max_new_tokens
             self.objective = Objective.of(self.algorithm, base=self.config_dir, longest=longest)
-        await asyncio.to_thread(self._load)
+        await asyncio.to_thread(self._load, asyncio.get_running_loop())
         if self._follower is not None:
             return
         if self.algorithm.mode in SHARING:
@@ -354,11 +351,11 @@ class TrainerRole(RLRole[TrainerSettings]):
         await self._open_sampling()
         await self._open_checkpoints()
 
-    def _load(self) -> None:
+    def _load(self, loop: asyncio.AbstractEventLoop) -> None:
         from relax_rt.roles.training.backend.gang import Follower
         from relax_rt.roles.training.open_backend import open_megatron, open_torch
 
-        opened = (open_megatron if self.settings.backend == "megatron" else open_torch)(self.ctx, self.objective)
+        opened = (open_megatron if self.settings.backend == "megatron" else open_torch)(self.ctx, self.objective, loop)
         if isinstance(opened, Follower):
             self._follower = opened
         else:
@@ -366,6 +363,7 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     async def _open_sampling(self) -> None:
         """Open the collector, with filters or a prompt sampler if the algorithm has them."""
+        from relax_rt.roles.training.backend.gang import Leader
         from relax_rt.roles.training.collector import Collector
         from relax_rt.roles.training.dynamic_sampling import GroupFilter
         from relax_rt.roles.training.prompt_sampling import PromptCurriculum
@@ -379,17 +377,20 @@ class TrainerRole(RLRole[TrainerSettings]):
                 self._curriculum = await asyncio.to_thread(
                     PromptCurriculum.of, self.ctx, self.config, self.queue, self.objective, history
                 )
+        # The critic is given tokens by rank 0, which then reads all samples anyway.
+        shares = isinstance(self.backend, Leader) and self.backend.lease_reader is not None and self.critic is None
         self.collector = Collector(
             self.queue,
             self.ctx.progress,
             groups=table.prompts_per_step,
             parts=self._streams,
             group_filter=self._group_filter,
+            read_shares=self.backend.read if isinstance(self.backend, Leader) and shares else None,
         )
 
     async def _open_checkpoints(self) -> None:
         from relax_rt.roles.training.checkpointing import Checkpointer
-        from relax_rt.roles.training.empty_steps import EmptySteps
+        from relax_rt.roles.training.step import EmptySteps
 
         table = self.table(CheckpointTable)
         model = await asyncio.to_thread(identity_of, model_folder(self.ctx))
@@ -413,7 +414,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         Returns:
             False: the role was asked to stop before there were any weights to publish.
         """
-        from relax_rt.roles.training.publication.files import WeightFiles
+        from relax_rt.roles.training.publication.carriers import WeightFiles
 
         known = await self.ctx.registry.versions()
         files = await asyncio.to_thread(WeightFiles.of, self.ctx)

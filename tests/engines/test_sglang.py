@@ -19,8 +19,7 @@ from relax_rt.transport.weights.manifest import Layout
 from relax_rt.transport.weights.payloads import Adapter, Lora, encode_lora
 from relax_rt.transport.weights.source import add_adapters
 from relax_rt.transport.weights.stage import WeightStage
-from relax_rt.transport.weights.stage_server import stage_server
-from relax_rt.transport.weights.stream import StageMirror
+from relax_rt.transport.weights.stream import StageMirror, stage_server
 
 pytestmark = [pytest.mark.engines, needs_server, pytest.mark.asyncio(loop_scope="module")]
 

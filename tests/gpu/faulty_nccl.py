@@ -9,8 +9,8 @@ from typing import Any
 
 from faulty_gloo import harm
 
-from relax_rt.transport.weights.broadcast.messages import Rendezvous
-from relax_rt.transport.weights.broadcast.nccl import NcclCommunicator
+from relax_rt.transport.weights.broadcast.backends import NcclCommunicator
+from relax_rt.transport.weights.broadcast.protocol import Rendezvous
 from relax_rt.transport.weights.memory import Memory, View
 
 

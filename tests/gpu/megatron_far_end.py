@@ -17,9 +17,8 @@ import transformers
 
 from relax_rt.roles.models.parallel import Sizes
 from relax_rt.roles.models.shape import shape_of
-from relax_rt.roles.training.resharding.layout import ModelDivision, naming_of
-from relax_rt.roles.training.resharding.plan import plan_buckets
-from relax_rt.roles.training.resharding.transfer import check_shards, extract_part, place_part
+from relax_rt.roles.training.megatron.layout import ModelDivision, naming_of
+from relax_rt.roles.training.megatron.resharding import check_shards, extract_part, place_part, plan_buckets
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",

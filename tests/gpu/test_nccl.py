@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from relax_rt.transport.weights import device
-from relax_rt.transport.weights.broadcast.communicator import BroadcastFailed, DuplicateDevice
+from relax_rt.transport.weights.broadcast.backends import SHARED_DEVICES
 from relax_rt.transport.weights.broadcast.group import BroadcastGroup, RankSpec, error_of
-from relax_rt.transport.weights.broadcast.machine import Limits, Outcome
-from relax_rt.transport.weights.broadcast.nccl import SHARED_DEVICES
+from relax_rt.transport.weights.broadcast.machine import BroadcastLimits
+from relax_rt.transport.weights.broadcast.protocol import BroadcastFailed, BroadcastOutcome, DuplicateDevice
 from relax_rt.transport.weights.broadcast.rank import digest_of
 from relax_rt.transport.weights.device import DeviceBuffer
 from relax_rt.transport.weights.memory import Memory
@@ -26,7 +26,7 @@ from relax_rt.transport.weights.memory import Memory
 UNIT = Path(__file__).resolve().parents[1] / "unit" / "transport" / "weights"
 
 BUCKET, NBYTES = 1 << 20, 16 << 20
-LIMITS = Limits(hello_s=90.0, join_s=20.0, stall_s=10.0, abort_s=10.0)
+LIMITS = BroadcastLimits(hello_s=90.0, join_s=20.0, stall_s=10.0, abort_s=10.0)
 SHARED_SINCE = 23003
 
 
@@ -74,7 +74,7 @@ class Ranks:
         with cp.cuda.Device(self.devices[0]):
             return memories, digest_of(self.buffers[self.names[0]].view, BUCKET)
 
-    async def send(self, timeout_s: float = 180.0) -> tuple[Outcome, float]:
+    async def send(self, timeout_s: float = 180.0) -> tuple[BroadcastOutcome, float]:
         memories, digest = self.fill()
         begin = time.monotonic()
         outcome = await self.collective.broadcast(memories, digest, timeout_s)

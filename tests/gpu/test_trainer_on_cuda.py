@@ -17,10 +17,9 @@ from harness import VOCABULARY
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.models.device import CPU, generator_states, on_host, set_generator_states
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.backend.settings import LoraTable
+from relax_rt.roles.training.backend.settings import CriticSettings, LoraTable
 from relax_rt.roles.training.batch.budget import TokenBudget
 from relax_rt.roles.training.critic.model import CriticModel
-from relax_rt.roles.training.critic.settings import CriticSettings
 from relax_rt.roles.training.reference.model import FrozenModel
 from relax_rt.roles.training.torch.backend import TorchBackend
 

@@ -151,9 +151,9 @@ def test_agent_whose_log_cannot_be_written_goes_on(tmp_path: Path) -> None:
 BROKEN = """
 import sys
 if sys.orig_argv[1:3] == ["-m", "relax_rt.cluster.head"]:
-    from relax_rt.supervision.agent import Agent
-    async def break_down(self): raise ZeroDivisionError("broken")
-    Agent._housekeeping = break_down
+    from relax_rt.supervision.local import LocalExecutor
+    async def break_down(self, events): raise ZeroDivisionError("broken")
+    LocalExecutor.keep_house = break_down
 """
 
 

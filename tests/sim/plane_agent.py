@@ -17,22 +17,23 @@ from sim_kernel import Promise, Steps, Thread
 from relax_rt.cluster.nodes.api import (
     BindRendezvous,
     EndNode,
-    KillSlot,
     NodeFacts,
     NodeMembership,
     Orders,
     RendezvousBound,
-    ReportedEvent,
-    SlotEvent,
-    StartSlot,
-    StopSlot,
-    decode_event,
 )
 from relax_rt.cluster.nodes.fleet import RemoteExecutor
 from relax_rt.cluster.nodes.session import HeadSession
 from relax_rt.cluster.nodes.table import TICK_S, Departure, NodeTable
-from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.executor import GangRendezvous, PendingStart, PendingStarts, StartOrder, gang_orders
+from relax_rt.interfaces.agent import Diagnosis
+from relax_rt.supervision.executor import (
+    GangRendezvous,
+    PendingStart,
+    PendingStarts,
+    SlotOrder,
+    StartOrder,
+    gang_orders,
+)
 from relax_rt.supervision.placement import Node, Placer
 from relax_rt.supervision.protocol import (
     Emit,
@@ -42,7 +43,11 @@ from relax_rt.supervision.protocol import (
     NodeLost,
     RunDone,
     RunStarted,
+    SlotEvent,
     SlotExited,
+    SlotFinished,
+    SlotProgress,
+    SlotReady,
     SlotSpawned,
     Start,
     StartGang,
@@ -81,9 +86,21 @@ class Executor:
     def world(self) -> World:
         return self.owner.world
 
-    def start(self, order: StartOrder) -> None:
-        self._coming[order.slot] = ("", "")
-        self.owner.later(self.world.kernel.random.uniform(0.005, 0.1), lambda: self._spawn(order))
+    def carry_out(self, order: SlotOrder) -> None:
+        slot = order.slot
+        match order:
+            case StartOrder():
+                self._coming[slot] = ("", "")
+                self.owner.later(self.world.kernel.random.uniform(0.005, 0.1), lambda: self._spawn(order))
+            case Stop() if slot in self._coming:
+                self._coming[slot] = ("clean", "called off before it was started")
+            case Stop() if slot in self.roles:
+                role = self.roles[slot]
+                role.later(0.001, role.asked_to_stop)
+            case Kill(kind=kind, reason=reason) if slot in self._coming:
+                self._coming[slot] = (kind, reason)
+            case Kill(kind=kind, reason=reason) if slot in self.roles:
+                self.roles[slot].exit(kind, reason)
 
     def _spawn(self, order: StartOrder) -> None:
         kind, cause = self._coming.pop(order.slot, ("", ""))
@@ -106,25 +123,6 @@ class Executor:
                 world.checker.found(TWO, f"{old.name} on {old.host.name} lives, and {new.name} was started")
         world.roles.append(new)
         world.roles = [role for role in world.roles if role.alive]
-
-    def stop(self, slot: str) -> None:
-        if slot in self._coming:
-            self._coming[slot] = ("clean", "called off before it was started")
-        elif slot in self.roles:
-            role = self.roles[slot]
-            role.later(0.001, role.asked_to_stop)
-
-    def kill(self, slot: str, kind: str, reason: str) -> None:
-        if slot in self._coming:
-            self._coming[slot] = (kind, reason)
-        elif slot in self.roles:
-            self.roles[slot].exit(kind, reason)
-
-    def dump_stacks(self, slot: str) -> None: ...
-
-    def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None: ...
-
-    async def close(self) -> None: ...
 
     def told(self, role: Role, event: SlotEvent) -> None:
         """A role says something; its pipe outlives it for as long as something is in it."""
@@ -233,20 +231,20 @@ class Agent(Process):
                 self._begin(ranks, action)
             case Stop(slot=slot):
                 if not self._call_off(unspawned(slot, "clean", "called off before it was started")):
-                    self._at(slot, lambda executor: executor.stop(slot))
+                    self._order_at(slot, action)
             case Kill(slot=slot, kind=kind, reason=reason):
                 if not self._call_off(unspawned(slot, kind, reason)):
-                    self._at(slot, lambda executor: executor.kill(slot, kind, reason))
+                    self._order_at(slot, action)
             case Emit(kind=kind, fields=fields):
                 self.world.emitted(kind, fields)
             case RunDone():
                 self.done = action
                 self._finish()
 
-    def _at(self, slot: str, do: Callable[[Any], None]) -> None:
+    def _order_at(self, slot: str, order: SlotOrder) -> None:
         executor = self.executor(self._on_node.get(slot, self._local.node))
         if executor is not None:
-            do(executor)
+            executor.carry_out(order)
             self.let_go()
 
     def _begin(self, starts: Sequence[Start], gang: StartGang | None) -> None:
@@ -288,7 +286,7 @@ class Agent(Process):
         for slot, _ in self._starts.settle(attempt):
             order = by_slot[slot]
             self.world.gang_of[str(Incarnation(slot, order.epoch))] = self.world.gangs
-            self.executor(order.node).start(order)
+            self.executor(order.node).carry_out(order)
         self.let_go()
 
     def _meet(self, gang: StartGang) -> Steps:
@@ -449,8 +447,8 @@ class Agent(Process):
         if executor is None or executor.membership != membership:
             return
         match item:
-            case ReportedEvent():
-                executor.apply_event(decode_event(item))
+            case SlotSpawned() | SlotReady() | SlotFinished() | SlotExited() | SlotProgress():
+                executor.apply_event(item)
             case RendezvousBound():
                 executor.bound(item)
 
@@ -483,7 +481,7 @@ class NodeAgent(Process):
             self.thread(steps)
 
     def _happened(self, event: SlotEvent) -> None:
-        self.core.add_event(event)
+        self.core.add(event)
 
     def _asked(self, timeout_s: float, call: str, *arguments: Any) -> Steps:
         made = self.now()
@@ -509,18 +507,14 @@ class NodeAgent(Process):
 
     def _carry_out(self, order: Any) -> None:
         match order:
-            case StartSlot(order=start):
-                self.local.start(start)
-            case StopSlot(slot=slot):
-                self.local.stop(slot)
-            case KillSlot(slot=slot, kind=kind, reason=reason):
-                self.local.kill(slot, kind, reason)
             case BindRendezvous(slot=slot, generation=generation):
                 at = self.local.bind()
-                self.core.add_item(RendezvousBound(slot, generation, at.host, at.port))
+                self.core.add(RendezvousBound(slot, generation, at.host, at.port))
             case EndNode():
                 self.over = True
                 self._end()
+            case _:
+                self.local.carry_out(order)
 
     def _report(self) -> Steps:
         while True:

@@ -11,9 +11,9 @@ from plane_roles import Role
 from sim_broker import Crashed, SimBroker
 from sim_kernel import Steps
 
-from relax_rt.cluster.registry.core import TICK_S, Counters, Dropped, Entry, Issued, RegistryCore, Stored
+from relax_rt.cluster.registry.core import TICK_S, Counters, Dropped, Entry, Issued, RegistryCore, RegistryState
 from relax_rt.interfaces.registry import Changes
-from relax_rt.transport.base.pauses import PauseDetector
+from relax_rt.transport.base.liveness import PauseDetector
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
@@ -44,7 +44,7 @@ class RegistryDisk:
         self._issued: dict[int, Issued] = {}
         self._versions: list[VersionRecord] = []
 
-    def open(self, run: int) -> Stored:
+    def open(self, run: int) -> RegistryState:
         self._generation += 1
         if run != self._run:
             self._run = run
@@ -52,7 +52,7 @@ class RegistryDisk:
                 slot: Entry(msgspec.structs.replace(entry.member, state="gone"))
                 for slot, entry in self._entries.items()
             }
-        return Stored(
+        return RegistryState(
             self._generation,
             self._counters,
             list(self._entries.values()),

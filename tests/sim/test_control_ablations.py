@@ -25,12 +25,12 @@ from relax_rt.cluster.nodes.api import NodeMembership, Orders
 from relax_rt.cluster.nodes.session import HeadSession
 from relax_rt.cluster.nodes.table import NodeTable
 from relax_rt.cluster.registry.core import RegistryCore
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.interfaces.registry import Member
-from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.protocol import SlotExited
 from relax_rt.supervision.supervisor import Supervisor
 from relax_rt.supervision.tree import RestartWindow, RoleNode, Slot
-from relax_rt.transport.base.pauses import PauseDetector
+from relax_rt.transport.base.liveness import PauseDetector
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.state import Callers
 from relax_rt.transport.rpc.errors import Refused

@@ -38,9 +38,9 @@ from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.engines.base import Chunk, EngineLoad, GroupRequest
 from relax_rt.roles.rollout.generation import GenerationService
-from relax_rt.roles.rollout.router.admission import AdmissionLimits, CapLimits, EngineCap
+from relax_rt.roles.rollout.router.admission import AdmissionLimits, AdmissionQueue, CapLimits, EngineCap
 from relax_rt.roles.rollout.router.interface import Generation
-from relax_rt.roles.rollout.router.router import AdmissionQueue, Router
+from relax_rt.roles.rollout.router.router import Router
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.identity import Incarnation

@@ -22,7 +22,7 @@ import psutil
 import torch
 import transformers
 
-from relax_rt.roles.models.numerics import denormals_flushed
+from relax_rt.roles.models.device import denormals_flushed
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.rollout.engines.base import Chunk, Engine, GroupRequest
 from relax_rt.transport.base.versions import VersionRecord

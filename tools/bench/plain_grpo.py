@@ -31,9 +31,9 @@ from relax_rt.roles.rewards.library.functions import load_reward
 from relax_rt.roles.rewards.scoring import Caller, Failed, Request, ThreadScorer
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.algorithms.advantages import group_advantages
-from relax_rt.roles.training.algorithms.learning_rate import learning_rate
 from relax_rt.roles.training.algorithms.losses import DecoupledOptions
 from relax_rt.roles.training.algorithms.objective import Objective
+from relax_rt.roles.training.algorithms.settings import learning_rate
 from relax_rt.roles.training.backend.settings import TrainerSettings
 
 MICRO_BATCH = 16

@@ -24,10 +24,10 @@ from relax_rt.chaos.faults import FAULTS, Strike, by_steps, roles_named
 from relax_rt.chaos.injector import Injector
 from relax_rt.chaos.session import play
 from relax_rt.chaos.timeline import Ettr, Recovery, ettr, recoveries
+from relax_rt.interfaces.agent import RunStatus
 from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.observe.events import read_events
 from relax_rt.observe.metrics import read_metrics
-from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, read_json, slot_file
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.ledger.messages import QueueStats

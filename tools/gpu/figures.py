@@ -135,7 +135,7 @@ def ranks_of(folder: str, names: tuple[str, ...], *, shared: bool, lonely: bool)
 async def nccl_case(figure: str, *, shared: bool, lonely: bool, absent: bool) -> None:
     import torch
 
-    from relax_rt.transport.weights.broadcast.communicator import BroadcastFailed
+    from relax_rt.transport.weights.broadcast.protocol import BroadcastFailed
 
     with tempfile.TemporaryDirectory() as folder:
         before = torch.cuda.mem_get_info()[0]

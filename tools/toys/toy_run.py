@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from relax_rt.interfaces.agent import RunStatus
 from relax_rt.observe.events import EventFollower
 from relax_rt.process import procfs
 from relax_rt.supervision import control
-from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.rundir import RunPaths, members_of_run, read_run
 from relax_rt.transport.rpc.errors import RelaxError
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from relax_rt.transport.rpc.address import UNIX_PATH_MAX_BYTES
+from relax_rt.transport.rpc.channel import UNIX_PATH_MAX_BYTES
 from relax_rt.transport.rpc.errors import Corrupt, Refused
 
 RUN_ID = "queue"

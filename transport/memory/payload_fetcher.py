@@ -27,8 +27,8 @@ from relax_rt.transport.memory import payload_wire
 from relax_rt.transport.memory.payload_cache import Cache, CacheEntry, CacheStatistics, Fetched, FetchJob, LocalMemory
 from relax_rt.transport.memory.payload_wire import SLAB_NAME_MAX_CHARS, GetRanges, Range, RangeHead, Wakeup
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.rpc.address import AddressError, parse_address
 from relax_rt.transport.rpc.backoff import Backoff, BackoffPolicy
+from relax_rt.transport.rpc.channel import AddressError, parse_address
 from relax_rt.transport.rpc.errors import (
     Corrupt,
     DeadlineExceeded,

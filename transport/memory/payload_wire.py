@@ -17,10 +17,10 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from relax_rt.transport.rpc.address import AddressError, parse_address
+from relax_rt.transport.rpc.channel import AddressError, parse_address
 from relax_rt.transport.rpc.errors import ProtocolError
 from relax_rt.transport.rpc.identity import CurveKeys
-from relax_rt.transport.rpc.wire import Fault
+from relax_rt.transport.rpc.wire import FaultFrame
 from relax_rt.transport.rpc.zmq_channel import as_server, bind, check_exposure, configure, numeric
 
 MAGIC = b"RLXP"
@@ -68,7 +68,7 @@ class RangeHead(NamedTuple):
 
 
 _gets = msgspec.msgpack.Decoder(GetRanges)
-_faults = msgspec.msgpack.Decoder(Fault)
+_faults = msgspec.msgpack.Decoder(FaultFrame)
 
 
 def encode_get(get: GetRanges) -> bytes:
@@ -117,7 +117,7 @@ def decode_head(frame: bytes | bytearray | memoryview) -> tuple[int, list[RangeH
     return kind, parts
 
 
-def decode_fault(frame: bytes | memoryview) -> Fault:
+def decode_fault(frame: bytes | memoryview) -> FaultFrame:
     """Read the second frame of a `FAULT`.
 
     Raises:

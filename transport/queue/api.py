@@ -50,6 +50,13 @@ class QueueApi(Protocol):
         """
 
     @idempotent
+    async def payload_servers(self, owners: list[str]) -> dict[str, str]:
+        """Addresses of the payload servers of those slab owners whose memory the caller does not share, by owner.
+
+        With them a process that holds no lease itself reads a part of another one's (`LeasedBatch.part`).
+        """
+
+    @idempotent
     async def put_groups(self, seq: Count, puts: list[BlockPut], groups: list[Count], wait_s: float) -> GroupsPut:
         """Put whole groups of samples that no ticket was drawn for (a queue without prompts).
 

@@ -10,10 +10,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from relax_rt.transport.memory.blocks import Block
-from relax_rt.transport.memory.refs import BlockRef, Extent, owner_of
+from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent, owner_of
 from relax_rt.transport.memory.values import STORAGE
 from relax_rt.transport.queue.ledger.messages import LeaseGrant, SampleInfo, SampleKey
 from relax_rt.transport.rpc.errors import Refused
@@ -107,7 +108,7 @@ class LeasedMemory:
         self._on_drop = on_drop if batch.lease else None
         self._lease, self._remote = batch.lease, batch.remote
         self.refs = batch.blocks
-        self._blobs = {blob.digest: blob.extent for blob in batch.blobs}
+        self.blobs = {blob.digest: blob.extent for blob in batch.blobs}
         self._open = open_block
         self._blocks: dict[int, Block] = {}
         self._roots: list[weakref.ref[Any]] = []
@@ -130,7 +131,7 @@ class LeasedMemory:
             raise Refused(f"columns of lease {self._lease}", why="their group was left out of the step")
         found = self._blocks.get(index)
         if found is None:
-            found = self._blocks[index] = self._open(self.refs[index], self._blobs)
+            found = self._blocks[index] = self._open(self.refs[index], self.blobs)
         return found
 
     def finish(self) -> list[weakref.ref[Any]]:
@@ -289,6 +290,18 @@ class LeasedBatch:
         rest._infos = [info for info in self._infos if info.key.group not in groups]
         rest._samples, rest._length = None, len(rest._infos)
         return rest
+
+    def part(self, keys: Collection[SampleKey]) -> LeaseGrant:
+        """Return the grant of some of its samples alone, to be read by another process while this lease is held.
+
+        There `LeasedBatch(task, part, open_block)` is the batch. Which memory is remote depends on who reads, so
+        `remote` is empty: see `QueueApi.payload_servers`.
+        """
+        infos = [sample.info for sample in self.samples if sample.key in keys]
+        place = {block: number for number, block in enumerate(dict.fromkeys(b for one in infos for b, _ in one.parts))}
+        moved = [replace(one, parts=[(place[block], row) for block, row in one.parts]) for one in infos]
+        blobs = [BlobRef(digest, extent) for digest, extent in self._memory.blobs.items()]
+        return LeaseGrant(self.lease, moved, blocks=[self.refs[block] for block in place], blobs=blobs)
 
     def drop_blocks_beside(self, rest: LeasedBatch) -> bool:
         """Drop memory that only the other samples lie in. True if views of it are still referred to."""

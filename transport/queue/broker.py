@@ -7,16 +7,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
-
-from relax_rt.transport.base.journal import SEGMENT_BYTES, Journal
-from relax_rt.transport.base.pauses import PauseDetector
+from relax_rt.transport.base.broker import JournaledBroker, rpc_caller
+from relax_rt.transport.base.journal import SEGMENT_BYTES
+from relax_rt.transport.base.liveness import PauseDetector
 from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.base.waits import WaitingCalls
-from relax_rt.transport.base.watch import ProcessWatch
 from relax_rt.transport.memory.refs import Extent, owner_key
 from relax_rt.transport.memory.spill import SpillFiles, dead_slabs
 from relax_rt.transport.queue.ledger import admission, failures
@@ -24,7 +21,7 @@ from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.admission import load_partials
 from relax_rt.transport.queue.ledger.core import ROOM
 from relax_rt.transport.queue.ledger.events import JournalEntry
-from relax_rt.transport.queue.ledger.machine import Answer, Ledger, load_samplers
+from relax_rt.transport.queue.ledger.machine import Answer, EventOutcome, Ledger, load_samplers
 from relax_rt.transport.queue.ledger.messages import (
     Admission,
     BlockPut,
@@ -46,19 +43,14 @@ from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.queue.ledger.state import ClientProcess
 from relax_rt.transport.queue.samplers.loading import load_sampler
 from relax_rt.transport.queue.statistics import States, broker_statistics
-from relax_rt.transport.rpc import rpc
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
+from relax_rt.transport.rpc.interface import eager
 
-MAX_WAIT_S = 60.0
-_EMPTY_KEPT = 1024
 _SPILL_RETRY_S = 5.0
 FAR_SILENT_S = 600.0
 """A process on another node, whose death nobody sees, is taken for dead after so long a silence."""
-_OTHER_VERSION = "was it written by another version of relax-rt?"
 
-T = TypeVar("T", Admission, GroupsPut, LeaseGrant)
-R = TypeVar("R", bound=Answer)
 Notify = Callable[[str, dict[str, Any]], None]
 
 
@@ -66,11 +58,7 @@ def _ignore(_kind: str, _fields: dict[str, Any]) -> None:
     """The default notify: drops the notice."""
 
 
-def _rpc_caller() -> Incarnation:
-    return rpc.caller().who
-
-
-class Broker:
+class Broker(JournaledBroker[Ledger]):
     """Implements QueueApi. Every call that changes the ledger is in the journal before it is answered.
 
     Args:
@@ -99,36 +87,29 @@ class Broker:
         spill_dir: Path | None = None,
         node: str = "",
         payloads: str = "",
-        identify: Callable[[], Incarnation] = _rpc_caller,
+        identify: Callable[[], Incarnation] = rpc_caller,
         clock: Callable[[], float] = time.monotonic,
         notify: Notify = _ignore,
         fsync_every_s: float = 1.0,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
+        super().__init__(
+            "the queue's broker", folder, Ledger(), identify=identify, clock=clock, segment_bytes=segment_bytes
+        )
         self.shm_dir, self.spill_dir = shm_dir, spill_dir or folder / "spill"
         self._run_id, self._policy, self._limits = run_id, policy, limits
         self._node, self._payloads = node, payloads
-        self._identify, self._clock, self._notify = identify, clock, notify
+        self._notify = notify
         self._fsync_every_s = fsync_every_s
-        self._journal = Journal(folder, segment_bytes=segment_bytes)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._ledger = Ledger()
         self._disk = SpillFiles(shm_dir, self.spill_dir, 0)
-        self._watch = ProcessWatch(self._process_ended)
-        self._waits = WaitingCalls(clock)
         self._states = States()
         self._rearm = asyncio.Event()
         self._tight = asyncio.Event()
-        self._empty: dict[tuple[Incarnation, int], Admission | GroupsPut | LeaseGrant] = {}
-        self._tasks: list[asyncio.Task[None]] = []
-        self._failed: asyncio.Future[None] | None = None
         self._sweep_wanted = True
         self._straggler_at: float | None = None
         self._unspillable: set[int] = set()
         self._short: dict[str, int] = {}
         self._far: dict[Incarnation, float] = {}
-        # A journal that begins a new segment is on disk only when the old one is as well.
-        self._forcing = asyncio.Lock()
         self.syncs = 0
         """Rounds of the disk task: the proof that loop and disk both get on."""
 
@@ -140,20 +121,7 @@ class Broker:
         Raises:
             Corrupt: the journal is damaged in a way that lost acknowledged events.
         """
-        self._failed = asyncio.get_running_loop().create_future()
-        recovered = await asyncio.to_thread(self._journal.recover)
-        try:
-            self._ledger = Ledger(recovered.snapshot, load_sampler)
-        except msgspec.DecodeError as error:
-            raise Corrupt(f"journal snapshot {recovered.n}", why=str(error), hint=_OTHER_VERSION) from error
-        decode = msgspec.msgpack.Decoder(JournalEntry).decode
-        for n, payload in recovered.records:
-            try:
-                same = self._ledger.apply(decode(payload)).changed and self._ledger.n == n
-            except (Refused, msgspec.DecodeError) as error:
-                raise Corrupt(f"journal record {n}", why=str(error), hint=_OTHER_VERSION) from error
-            if not same:
-                raise Corrupt(f"journal record {n}", why="its replay changes nothing", hint=_OTHER_VERSION)
+        recovered = await self._recover(lambda snapshot: Ledger(snapshot, load_sampler), JournalEntry)
         if recovered.torn_bytes:
             self._notify("queue_journal_torn", {"cut_bytes": recovered.torn_bytes, "n": self._ledger.n})
         # Fail on a sampler that cannot be loaded before anything changes.
@@ -167,50 +135,12 @@ class Broker:
         for process in list(self._ledger.state.callers.processes.values()):
             if self._ledger.concerned(process.who):
                 self._notice_end_of(process)
-        self._tasks = [asyncio.create_task(work()) for work in (self._keep_time, self._keep_disk, self._keep_room)]
-        for task in self._tasks:
-            task.add_done_callback(self._task_ended)
+        self._start(self._keep_time, self._keep_disk, self._keep_room)
         self._after_change(frozenset())
 
-    async def run(self) -> None:
-        """Wait until the broker fails.
-
-        Raises:
-            Exception: what stopped it (OutOfSpace: the journal could not be written). A restart recovers all that was
-            acknowledged.
-        """
-        assert self._failed is not None, "open() first"
-        await asyncio.shield(self._failed)
-
-    async def close(self) -> None:
-        """Stop keeping time, force the journal to disk."""
-        self._watch.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._failed is not None and not self._failed.done():
-            self._failed.cancel()
-        await asyncio.to_thread(self._journal.close)
-
     def _fail(self, error: BaseException) -> None:
-        """Stop answering: what is in memory is ahead of the journal."""
-        assert self._failed is not None
-        if not self._failed.done():
-            self._failed.set_exception(error)
-            # Also read by those who never await run().
-            self._failed.exception()
-        self._waits.touch_all()
+        super()._fail(error)
         self._rearm.set()
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
-
-    def _check_alive(self) -> None:
-        if self._failed is not None and self._failed.done():
-            # Not the caller's fault: it asks the next incarnation again.
-            error = self._failed.exception() if not self._failed.cancelled() else None
-            raise Unreachable("the queue's broker", why=f"it failed ({error}) and is to be started again")
 
     # --- events
 
@@ -227,27 +157,7 @@ class Broker:
                 )
             self._apply(ev.JoinQueue(), who)
         entry = JournalEntry(self._ledger.n + 1, self._clock(), event, who, seq)
-        # The ledger changes before the journal is written. Nobody sees the change in between, because there is no
-        # await; but if the journal cannot be written, or the ledger broke off in the middle of an event, memory and
-        # journal differ for good. Then this broker answers nothing more, and its successor replays the journal.
-        sound = False
-        try:
-            outcome = self._ledger.apply(entry)
-            if outcome.changed:
-                assert outcome.event is not None
-                if outcome.event is not event:
-                    entry = JournalEntry(entry.n, entry.at, outcome.event, who, seq)
-                self._journal.append(entry.n, self._encoder.encode(entry))
-            sound = True
-        except Refused:
-            sound = True
-            raise
-        except OutOfSpace as error:
-            self._fail(error)
-            raise Unreachable("the queue's broker", why=str(error)) from error
-        finally:
-            if not sound:
-                self._fail(RuntimeError(f"the ledger broke down on {entry}"))
+        outcome: EventOutcome = self._commit(entry)
         if outcome.changed:
             for kind, fields in outcome.notices:
                 self._notify(kind, {**fields, "n": entry.n})
@@ -264,44 +174,9 @@ class Broker:
         if state.blocks.payload_bytes > state.limits.high_water * state.limits.capacity_bytes:
             self._tight.set()
 
-    async def _wait_for(
-        self,
-        event: ev.RequestTickets | ev.PutGroups | ev.RequestLease,
-        topic: str,
-        seq: int,
-        wait_s: float,
-        kind: type[T],
-    ) -> T:
-        """Try until there is something to answer with, at most wait_s; then answer with the reason."""
-        who = self._identify()
-        key = (who, seq)
-        # In this order a wait of NaN seconds is none.
-        deadline = self._clock() + min(max(0.0, wait_s), MAX_WAIT_S)
-        token = self._waits.enter(who.slot, topic)
-        try:
-            while True:
-                # A copy of this call, sent over a connection that was lost, may have been answered meanwhile.
-                answer = self._empty.get(key) or self._apply(event, who, seq)
-                if not isinstance(answer, kind):
-                    why, hint = "another call had this number", "number changing calls anew"
-                    raise Refused(f"call {seq} of {who}", why=why, hint=hint)
-                left = deadline - self._clock()
-                if not answer.waiting_on or left <= 0 or key in self._empty:
-                    break
-                await self._waits.wait(token, answer.waiting_on, left)
-        finally:
-            self._waits.leave(token)
-        if answer.waiting_on:
-            self._empty[key] = answer
-            while len(self._empty) > _EMPTY_KEPT:
-                del self._empty[next(iter(self._empty))]
-        return answer
-
-    def _call(self, event: ev.Event, seq: int, kind: type[R]) -> R:
-        """Carry out a call whose answer is of this kind."""
-        answer = self._apply(event, self._identify(), seq)
-        assert isinstance(answer, kind)
-        return answer
+    def _to_journal(self, entry: JournalEntry, outcome: EventOutcome) -> JournalEntry:
+        assert outcome.event is not None
+        return JournalEntry(entry.n, entry.at, outcome.event, entry.who, entry.seq)
 
     # --- QueueApi says what each of these does
 
@@ -325,6 +200,9 @@ class Broker:
         if not self._node:
             self._apply(ev.JoinQueue(node, payloads, issued=True), self._identify())
 
+    async def payload_servers(self, owners: list[str]) -> dict[str, str]:
+        return self._ledger.state.callers.remote(self._identify(), owners)
+
     def _notice_end_of(self, process: ClientProcess) -> None:
         """Watch a process that joined for its end. Under a supervisor, which reports ends, silence is none."""
         if process.node == self._node:
@@ -334,39 +212,39 @@ class Broker:
 
     def _process_ended(self, who: Incarnation, reason: str) -> None:
         """A watched process is dead. May come after the broker's own failure, when there is nothing left to say."""
-        if self._failed is None or self._failed.done():
+        if not self._alive:
             return
         if self._ledger.concerned(who):
             self._apply(ev.ProcessExited(who, reason))
         self._sweep_wanted = True
 
-    @rpc.eager
+    @eager
     async def put_groups(self, seq: int, puts: list[BlockPut], groups: list[int], wait_s: float) -> GroupsPut:
         return await self._wait_for(ev.PutGroups(puts, groups), ROOM, seq, wait_s, GroupsPut)
 
-    @rpc.eager
+    @eager
     async def admit(self, seq: int, engine_version: int, groups: int, wait_s: float) -> Admission:
         return await self._wait_for(ev.RequestTickets(engine_version, groups), ROOM, seq, wait_s, Admission)
 
-    @rpc.eager
+    @eager
     async def put_samples(self, seq: int, puts: list[BlockPut], short_bytes: int = 0) -> list[Extent]:
         if short_bytes and self._limits.spill_bytes:
             self._short[owner_key(self._identify())] = short_bytes
             self._tight.set()
         return self._call(ev.PutSamples(puts), seq, Freed).extents
 
-    @rpc.eager
+    @eager
     async def save_partials(self, seq: int, chunks: list[PartialChunk]) -> SavedPartials:
         return self._call(ev.SavePartials(chunks), seq, SavedPartials)
 
-    @rpc.eager
+    @eager
     async def load_partials(self, keys: list[SampleKey]) -> list[PartialChunk]:
         self._check_alive()
         who = self._identify()
         self._ledger.knows(who)
         return load_partials(self._ledger.core, who, keys)
 
-    @rpc.eager
+    @eager
     async def release_groups(
         self,
         seq: int,
@@ -401,7 +279,7 @@ class Broker:
     async def reinstate(self, items: list[str]) -> None:
         self._apply(ev.ReinstateItems(items))
 
-    @rpc.eager
+    @eager
     async def renew(self, groups: list[int], leases: list[int]) -> list[int]:
         # Not journaled: after a restart all leases run at full length.
         self._check_alive()
@@ -411,21 +289,21 @@ class Broker:
             self._far[who] = self._clock()
         return self._ledger.renew(who, [*groups, *leases], self._clock())
 
-    @rpc.eager
+    @eager
     async def lease(self, seq: int, task: str, request: LeaseRequest, wait_s: float) -> LeaseGrant:
         return await self._wait_for(ev.RequestLease(task, request), task, seq, wait_s, LeaseGrant)
 
-    @rpc.eager
+    @eager
     async def complete(
         self, seq: int, lease: int, puts: list[BlockPut], failures: list[Failure], pinned: bool
     ) -> list[Extent]:
         return self._call(ev.CompleteLease(lease, puts, failures, pinned), seq, Freed).extents
 
-    @rpc.eager
+    @eager
     async def unpin(self, seq: int, leases: list[int]) -> list[Extent]:
         return self._call(ev.UnpinLeases(leases), seq, Freed).extents
 
-    @rpc.eager
+    @eager
     async def release(self, seq: int, lease: int, reason: str, pinned: bool = False) -> None:
         self._apply(ev.ReleaseLease(lease, reason, pinned), self._identify(), seq)
 
@@ -446,8 +324,7 @@ class Broker:
     async def flush(self) -> None:
         self._check_alive()
         try:
-            async with self._forcing:
-                await asyncio.to_thread(self._journal.sync)
+            await self._force_journal()
         except (OSError, Corrupt) as error:
             self._fail(error)
             raise Unreachable("the queue's broker", why=str(error)) from error
@@ -545,10 +422,7 @@ class Broker:
         while True:
             await asyncio.sleep(self._fsync_every_s)
             self._check_alive()
-            async with self._forcing:
-                await asyncio.to_thread(self._journal.sync)
-                if self._journal.wants_snapshot:
-                    await asyncio.to_thread(self._journal.rotate(self._ledger.snapshot()))
+            await self._force_journal(snapshot=True)
             if self._sweep_wanted:
                 # Again until the last spilled block is gone, and its file.
                 self._sweep_wanted = self._ledger.state.blocks.spilled_bytes > 0

@@ -379,6 +379,7 @@ class QueueClient:
         tokens: int = 0,
         at_least: int = 0,
         wait_s: float = 0.0,
+        fetch: bool = True,
     ) -> LeasedBatch:
         """Lease up to `samples` samples (of `tokens` tokens in all), or exactly `groups` whole groups, for a task.
 
@@ -386,15 +387,16 @@ class QueueClient:
 
         at_least: for training, fewer groups will do, as soon as so many are ready; `groups` is all that the step still
             lacks. Several such batches may be held: `complete_step` takes them all. The last one waits for stragglers.
+        fetch: get the payload that lies on other nodes; else other processes read it, each its `part` of the batch.
 
         Raises:
             Unreachable: the broker did not answer for patience_s.
             Refused: there is no such task.
         """
         request = LeaseRequest(samples, groups, tokens, at_least=at_least)
-        return await self._finish(self._lease(task, request, wait_s), self._return_batch)
+        return await self._finish(self._lease(task, request, wait_s, fetch), self._return_batch)
 
-    async def _lease(self, task: str, request: LeaseRequest, wait_s: float) -> LeasedBatch:
+    async def _lease(self, task: str, request: LeaseRequest, wait_s: float, fetch: bool) -> LeasedBatch:
         deadline = asyncio.get_running_loop().time() + wait_s
         while True:
             left_s = max(0.0, deadline - asyncio.get_running_loop().time())
@@ -408,7 +410,7 @@ class QueueClient:
             self.leases.add(grant.lease)
             self._hold(grant.lease_s)
             try:
-                if grant.remote:
+                if grant.remote and fetch:
                     await self._fetch(grant)
                 break
             except (Unreachable, DeadlineExceeded) as error:

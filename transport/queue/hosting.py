@@ -22,14 +22,14 @@ from relax_rt.transport.base.folder import (
     write_private,
 )
 from relax_rt.transport.base.journal import SEGMENT_BYTES
-from relax_rt.transport.base.watch import node_name
+from relax_rt.transport.base.liveness import node_name
 from relax_rt.transport.memory.fields import parse_fields
 from relax_rt.transport.memory.payload_server import PayloadServer
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc import rpc
-from relax_rt.transport.rpc.address import AddressError, parse_address
+from relax_rt.transport.rpc.channel import AddressError, parse_address
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.interface import methods_of

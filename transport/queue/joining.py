@@ -14,14 +14,14 @@ from pathlib import Path
 import msgspec
 
 from relax_rt.transport.base.folder import RUN_ID, SHM_PREFIX, SHM_ROOT, BrokerLocation, find
+from relax_rt.transport.base.liveness import node_name
 from relax_rt.transport.base.process_stat import start_time
-from relax_rt.transport.base.watch import node_name
 from relax_rt.transport.memory.payload_server import PayloadServer
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.hosting import read_keys
 from relax_rt.transport.queue.ledger.messages import Membership
 from relax_rt.transport.rpc import rpc
-from relax_rt.transport.rpc.address import parse_address
+from relax_rt.transport.rpc.channel import parse_address
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 

@@ -6,8 +6,8 @@ import time
 from collections import Counter
 from typing import Any
 
+from relax_rt.transport.base.calls import WaitingCalls
 from relax_rt.transport.base.journal import Journal
-from relax_rt.transport.base.waits import WaitingCalls
 from relax_rt.transport.queue.ledger import accounting, admission
 from relax_rt.transport.queue.ledger.core import Core
 from relax_rt.transport.queue.ledger.machine import Ledger

@@ -1,8 +1,87 @@
-"""Interface between client or server and the connections that carry their messages (unix_channel, zmq_channel)."""
+"""Where a server is (``unix:///path`` on a node, ``tcp://host:port`` between nodes), and the connection to it.
+
+Client and server speak through a `Channel`; unix_channel and zmq_channel implement it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import ipaddress
 from typing import Protocol
+
+from relax_rt.transport.rpc.errors import RelaxError
+
+UNIX_PATH_MAX_BYTES = 107
+"""The kernel's sun_path holds 108 bytes, the terminating NUL included."""
+
+
+class AddressError(RelaxError):
+    """An address is malformed, or nothing can listen on it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """A parsed address.
+
+    Attributes:
+        scheme: ``unix`` (stream socket), ``tcp`` (ZeroMQ) or ``ipc`` (ZeroMQ on a unix socket).
+        path: file system path for unix and ipc, else empty.
+        host: host name or numeric address for tcp, without brackets.
+        port: 0 asks a server for any free port.
+    """
+
+    scheme: str
+    path: str = ""
+    host: str = ""
+    port: int = 0
+
+    def __str__(self) -> str:
+        if self.scheme != "tcp":
+            return f"{self.scheme}://{self.path}"
+        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only processes of this machine can reach it."""
+        if self.scheme != "tcp" or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def parse_address(text: str) -> Address:
+    """Parse an address.
+
+    Raises:
+        AddressError: unknown scheme, relative or overlong path, missing host, port not in 0..65535.
+    """
+    scheme, separator, rest = text.partition("://")
+    if not separator or scheme not in ("unix", "tcp", "ipc"):
+        raise AddressError(f"address {text!r}", why="not an address", hint="use unix:///path or tcp://host:port")
+    if scheme == "tcp":
+        return _parse_tcp(text, rest)
+    if not rest.startswith("/"):
+        raise AddressError(f"address {text!r}", why="the path is not absolute", hint=f"write {scheme}:///{rest}")
+    size = len(rest.encode())
+    if size > UNIX_PATH_MAX_BYTES:
+        raise AddressError(
+            f"address {text!r}",
+            why=f"the path has {size} bytes; the kernel allows {UNIX_PATH_MAX_BYTES} for a socket",
+            hint="use a shorter directory",
+        )
+    return Address(scheme, path=rest)
+
+
+def _parse_tcp(text: str, rest: str) -> Address:
+    host, separator, port = rest.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not separator or not host:
+        raise AddressError(f"address {text!r}", why="no host and port", hint="use tcp://host:port")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise AddressError(f"address {text!r}", why=f"the port {port!r} is not a number from 0 to 65535")
+    return Address("tcp", host=host, port=int(port))
 
 
 class ConnectionLost(Exception):
@@ -23,7 +102,7 @@ class NoReply(Exception):
     """The deadline and its grace have passed without an answer."""
 
 
-class Receiver(Protocol):
+class MessageReceiver(Protocol):
     """The side of a connection that takes messages; called on the event loop, never concurrently."""
 
     def received(self, message: bytes) -> None:

@@ -21,23 +21,22 @@ from typing import Any, Protocol, TypeVar, cast
 import msgspec
 
 from relax_rt.transport.rpc import unix_channel, wire
-from relax_rt.transport.rpc.address import parse_address
-from relax_rt.transport.rpc.channel import Channel
+from relax_rt.transport.rpc.channel import Channel, parse_address
 from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError, ShuttingDown
 from relax_rt.transport.rpc.identity import CurveKeys, Hello
 from relax_rt.transport.rpc.interface import Method, check_implementation, did_you_mean, is_eager, methods_of
 from relax_rt.transport.rpc.wire import (
-    Cancel,
-    End,
-    Fault,
-    GoAway,
-    Grant,
+    CancelFrame,
+    EndFrame,
+    FaultFrame,
+    GoAwayFrame,
+    GrantFrame,
     HelloFrame,
-    Item,
-    OpenStream,
-    Reply,
-    Request,
-    Tell,
+    ItemFrame,
+    OpenStreamFrame,
+    ReplyFrame,
+    RequestFrame,
+    TellFrame,
     fault_of,
 )
 
@@ -345,7 +344,7 @@ class ServerConnection:
 
     def _dispatch(self, message: bytes) -> None:
         request = wire.decode_from_client(message)
-        if isinstance(request, Cancel):
+        if isinstance(request, CancelFrame):
             call = self.requests.get(request.id)
             if call is not None:
                 self.server.counters.cancelled += 1
@@ -354,7 +353,7 @@ class ServerConnection:
                 self.server.counters.cancelled += 1
                 self._drop_held_request(request.id)
             return
-        if isinstance(request, Grant):
+        if isinstance(request, GrantFrame):
             call = self.requests.get(request.id)
             if isinstance(call, StreamTask):
                 call.grant(request.credit)
@@ -363,7 +362,7 @@ class ServerConnection:
         if server.closing:
             self._reject(request)
             return
-        if not isinstance(request, Tell) and (request.id in self.requests or request.id in self._held):
+        if not isinstance(request, TellFrame) and (request.id in self.requests or request.id in self._held):
             raise ProtocolError(f"request {request.id} of {request.api}.{request.method}", why="its id is in use")
         now = asyncio.get_running_loop().time()
         if self._held or self.inflight >= server.max_inflight or len(server.calls) >= server.max_calls:
@@ -371,10 +370,10 @@ class ServerConnection:
         else:
             self._start(request, now)
 
-    def _hold(self, request: Request | Tell | OpenStream, size: int, now: float) -> None:
+    def _hold(self, request: RequestFrame | TellFrame | OpenStreamFrame, size: int, now: float) -> None:
         """Keep a request until there is room. Reading goes on, as cancellations and credit come behind it."""
         key: int | str
-        if isinstance(request, Tell):
+        if isinstance(request, TellFrame):
             self._tells += 1
             key = f"tell {self._tells}"
             self._told_bytes += size
@@ -398,7 +397,7 @@ class ServerConnection:
         held = self._held.pop(key)
         held.timer.cancel()
         self._held_bytes -= held.size
-        if isinstance(held.request, Tell):
+        if isinstance(held.request, TellFrame):
             self._told_bytes -= held.size
         return held
 
@@ -407,17 +406,17 @@ class ServerConnection:
         for key in list(self._held):
             self._reject(self._drop_held_request(key).request)
         if self.peer is not None:
-            self.channel.send(wire.encode_message(GoAway()))
+            self.channel.send(wire.encode_message(GoAwayFrame()))
 
-    def _reject(self, request: Request | Tell | OpenStream) -> None:
-        if not isinstance(request, Tell):
+    def _reject(self, request: RequestFrame | TellFrame | OpenStreamFrame) -> None:
+        if not isinstance(request, TellFrame):
             where = f"{self.server.hello.who} {request.api}.{request.method}"
             error = ShuttingDown(where, why="it is stopping and begins no more calls")
             self.channel.send(wire.encode_message(fault_of(error, request.id, where)))
 
     def _drop_held(self) -> None:
         """Drop held requests; one-way messages are still carried out."""
-        for key in [key for key, held in self._held.items() if not isinstance(held.request, Tell)]:
+        for key in [key for key, held in self._held.items() if not isinstance(held.request, TellFrame)]:
             self._release(key)
         if not self._held:
             self.server.held.pop(self, None)
@@ -433,7 +432,7 @@ class ServerConnection:
     def _expire_held(self, key: int | str) -> None:
         request = self._drop_held_request(key).request
         self.server.counters.expired += 1
-        if not isinstance(request, Tell):
+        if not isinstance(request, TellFrame):
             where = f"{self.server.hello.who} {request.api}.{request.method}"
             why = f"not begun in the {request.timeout_s:.3g} s that its caller gave it: there was no room"
             self.server.counters.faults += 1
@@ -444,19 +443,19 @@ class ServerConnection:
             self._paused = False
             self.channel.resume()
 
-    def _start(self, request: Request | Tell | OpenStream, arrived: float) -> None:
+    def _start(self, request: RequestFrame | TellFrame | OpenStreamFrame, arrived: float) -> None:
         server = self.server
         server.by_method[f"{request.api}.{request.method}"] += 1
-        if type(request) is Request and not self.channel.congested:
+        if type(request) is RequestFrame and not self.channel.congested:
             eager = server.eager.get((request.api, request.method))
             if eager is not None:
                 server.counters.requests += 1
                 self._run_eagerly(request, *eager, arrived)
                 return
-        kind = StreamTask if isinstance(request, OpenStream) else CallTask
+        kind = StreamTask if isinstance(request, OpenStreamFrame) else CallTask
         self._add(kind(self, request, self._context.copy(), arrived + bounded_s(request.timeout_s)))  # type: ignore[arg-type]
 
-    def _run_eagerly(self, request: Request, method: Method, handler: Handler, arrived: float) -> None:
+    def _run_eagerly(self, request: RequestFrame, method: Method, handler: Handler, arrived: float) -> None:
         """Run a handler up to its first wait. A task is made only for one that waits.
 
         A task costs two turns of the event loop, a timer and a copy of the context, which together is more than most
@@ -486,26 +485,28 @@ class ServerConnection:
         server, request = self.server, call.request
         server.calls.add(call)
         server.counters.peak_inflight = max(server.counters.peak_inflight, len(server.calls))
-        if isinstance(request, Tell):
+        if isinstance(request, TellFrame):
             server.counters.tells += 1
         else:
-            if isinstance(request, OpenStream):
+            if isinstance(request, OpenStreamFrame):
                 server.counters.streams += 1
             else:
                 server.counters.requests += 1
             self.requests[request.id] = call
         self.inflight += 1
 
-    def encode_reply(self, request: Request, method: Method, result: Any) -> tuple[bytes, bool]:
+    def encode_reply(self, request: RequestFrame, method: Method, result: Any) -> tuple[bytes, bool]:
         """The encoded answer, and whether it is a fault because the result cannot be sent."""
         try:
-            message = wire.encode_message(Reply(request.id, msgspec.Raw(wire.encode(result, f"result of {method}"))))
+            message = wire.encode_message(
+                ReplyFrame(request.id, msgspec.Raw(wire.encode(result, f"result of {method}")))
+            )
             self.check_size(len(message), method)
         except RelaxError as error:
             return self.encode_fault(request, error), True
         return message, False
 
-    def encode_fault(self, request: Request | OpenStream, error: BaseException) -> bytes:
+    def encode_fault(self, request: RequestFrame | OpenStreamFrame, error: BaseException) -> bytes:
         where = f"{self.server.hello.who} {request.api}.{request.method}"
         return wire.encode_message(fault_of(error, request.id, where))
 
@@ -520,7 +521,7 @@ class ServerConnection:
 
     def finished(self, call: CallTask) -> None:
         self.server.calls.discard(call)
-        if not isinstance(call.request, Tell):
+        if not isinstance(call.request, TellFrame):
             del self.requests[call.request.id]
         self.inflight -= 1
         if self.server.held:
@@ -539,7 +540,7 @@ class ServerConnection:
 class _HeldRequest:
     """A request that waits for room."""
 
-    request: Request | Tell | OpenStream
+    request: RequestFrame | TellFrame | OpenStreamFrame
     size: int
     arrived: float
     timer: asyncio.TimerHandle
@@ -571,7 +572,7 @@ class CallTask:
     def __init__(
         self,
         connection: ServerConnection,
-        request: Request | Tell | OpenStream,
+        request: RequestFrame | TellFrame | OpenStreamFrame,
         context: contextvars.Context,
         deadline: float,
         rest: tuple[Method, Awaitable[Any]] | None = None,
@@ -634,14 +635,14 @@ class CallTask:
                 result = await handler(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - whatever user code raises goes to the caller
             return self._fault(error), True
-        if isinstance(request, Tell):
+        if isinstance(request, TellFrame):
             return None, False
-        assert isinstance(request, Request)
+        assert isinstance(request, RequestFrame)
         return self.connection.encode_reply(request, method, result)
 
     def _fault(self, error: BaseException) -> bytes | None:
         request, who = self.request, self.connection.server.hello.who
-        if isinstance(request, Tell):
+        if isinstance(request, TellFrame):
             self.connection.server.counters.faults += 1
             trace = "".join(traceback.format_exception(error))
             log.warning("%s: %s.%s, told by %s, failed:\n%s", who, request.api, request.method, self._peer(), trace)
@@ -651,9 +652,9 @@ class CallTask:
             return wire.encode_message(self._expired_fault())
         return self.connection.encode_fault(request, error)
 
-    def _expired_fault(self) -> Fault:
+    def _expired_fault(self) -> FaultFrame:
         request = self.request
-        assert not isinstance(request, Tell)
+        assert not isinstance(request, TellFrame)
         self.connection.server.counters.expired += 1
         where = f"{self.connection.server.hello.who} {request.api}.{request.method}"
         return fault_of(DeadlineExceeded(where, why=self._expiry_reason()), request.id, where)
@@ -667,7 +668,12 @@ class CallTask:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._timer.cancel()
         connection, request = self.connection, self.request
-        if task.cancelled() and not self._dropped and not connection.server.closing and not isinstance(request, Tell):
+        if (
+            task.cancelled()
+            and not self._dropped
+            and not connection.server.closing
+            and not isinstance(request, TellFrame)
+        ):
             where = f"{connection.server.hello.who} {request.api}.{request.method}"
             cause = asyncio.CancelledError("the handler was cancelled by its own process")
             fault = self._expired_fault() if self._expired else fault_of(cause, request.id, where)
@@ -681,10 +687,10 @@ class CallTask:
 class StreamTask(CallTask):
     """A running handler that yields; its next item is requested only when the consumer has granted credit."""
 
-    request: OpenStream
+    request: OpenStreamFrame
 
     def __init__(
-        self, connection: ServerConnection, request: OpenStream, context: contextvars.Context, deadline: float
+        self, connection: ServerConnection, request: OpenStreamFrame, context: contextvars.Context, deadline: float
     ) -> None:
         self._clock = asyncio.get_running_loop().time
         self._between_s = bounded_s(request.timeout_s)
@@ -709,7 +715,7 @@ class StreamTask(CallTask):
             whole = await self._produce(method, handler(*args, **kwargs))
         except Exception as error:  # noqa: BLE001 - whatever user code raises goes to the caller
             return self._fault(error), True
-        return (wire.encode_message(End(request.id)) if whole else None), False
+        return (wire.encode_message(EndFrame(request.id)) if whole else None), False
 
     async def _produce(self, method: Method, items: Any) -> bool:
         """Send items as credit allows; False when the consumer does not read."""
@@ -725,7 +731,7 @@ class StreamTask(CallTask):
                     return True
                 self._due = math.inf
                 value = msgspec.Raw(wire.encode(item, what))
-                message = wire.encode_message(Item(self.request.id, value))
+                message = wire.encode_message(ItemFrame(self.request.id, value))
                 self.connection.check_size(len(message), method)
                 if not await self._send(message):
                     return False

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import cast
 
 from relax_rt.transport.rpc import impair
-from relax_rt.transport.rpc.address import Address, AddressError
-from relax_rt.transport.rpc.channel import Channel, Receiver
+from relax_rt.transport.rpc.channel import Address, AddressError, Channel, MessageReceiver
 from relax_rt.transport.rpc.errors import ProtocolError, Unreachable
 from relax_rt.transport.rpc.wire import HEADER, HELLO_MAX_BYTES, FrameDecoder
 
@@ -26,7 +25,7 @@ _BACKLOG = 512
 class StreamChannel(asyncio.Protocol):
     """A connection on a stream socket. `attach` makes the receiver once the connection stands."""
 
-    def __init__(self, peer: str, attach: Callable[[Channel], Receiver]) -> None:
+    def __init__(self, peer: str, attach: Callable[[Channel], MessageReceiver]) -> None:
         self.peer = peer
         self.who = ""
         self.bytes_in = 0
@@ -39,7 +38,7 @@ class StreamChannel(asyncio.Protocol):
         self._reason = ""
         self._drained: asyncio.Future[None] | None = None
         self._transport: asyncio.Transport
-        self._receiver: Receiver
+        self._receiver: MessageReceiver
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -168,7 +167,7 @@ class StreamListener:
         """Nothing to wait for: the connections belong to the RPC server."""
 
 
-async def listen(address: Address, attach: Callable[[Channel], Receiver]) -> StreamListener:
+async def listen(address: Address, attach: Callable[[Channel], MessageReceiver]) -> StreamListener:
     """Listen on a unix socket of mode 0600, in place of a stale one.
 
     Raises:
@@ -225,7 +224,7 @@ def _remove_stale(address: Address, path: pathlib.Path) -> None:
         raise AddressError(f"listening on {address}", why=os.strerror(code))
 
 
-async def dial(address: Address, attach: Callable[[Channel], Receiver]) -> Channel:
+async def dial(address: Address, attach: Callable[[Channel], MessageReceiver]) -> Channel:
     """Connect to a unix socket.
 
     Raises:

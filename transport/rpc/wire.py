@@ -45,7 +45,7 @@ class HelloFrame(Hello, frozen=True, kw_only=True):
     max_inflight: int = 0
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
+class RequestFrame(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
     """A call that is answered. `timeout_s` is what is left of the caller's deadline."""
 
     id: int
@@ -55,7 +55,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
     args: msgspec.Raw
 
 
-class Tell(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
+class TellFrame(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
     """A call without an answer."""
 
     api: str
@@ -64,20 +64,20 @@ class Tell(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
     args: msgspec.Raw
 
 
-class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class CancelFrame(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """The caller no longer waits for request `id`."""
 
     id: int
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
+class ReplyFrame(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
     """The result of request `id`."""
 
     id: int
     result: msgspec.Raw
 
 
-class OpenStream(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
+class OpenStreamFrame(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
     """A call that is answered by a stream of items.
 
     `timeout_s` is the longest the producer may take for one item; `credit` is how many it may send before a Grant.
@@ -91,32 +91,32 @@ class OpenStream(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
     args: msgspec.Raw
 
 
-class Grant(msgspec.Struct, frozen=True, array_like=True, tag=7, gc=False):
+class GrantFrame(msgspec.Struct, frozen=True, array_like=True, tag=7, gc=False):
     """The consumer of stream `id` has taken items: the producer may send `credit` more."""
 
     id: int
     credit: Annotated[int, msgspec.Meta(ge=1, le=CREDIT_MAX)]
 
 
-class Item(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):
+class ItemFrame(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):
     """The next item of stream `id`."""
 
     id: int
     value: msgspec.Raw
 
 
-class End(msgspec.Struct, frozen=True, array_like=True, tag=9, gc=False):
+class EndFrame(msgspec.Struct, frozen=True, array_like=True, tag=9, gc=False):
     """Stream `id` has no more items."""
 
     id: int
 
 
-class GoAway(msgspec.Struct, frozen=True, array_like=True, tag=10):
+class GoAwayFrame(msgspec.Struct, frozen=True, array_like=True, tag=10):
     """The server closes: it begins no request that comes after this. The client ends the connection once it has the
     answers that are still under way."""
 
 
-class Fault(msgspec.Struct, frozen=True, array_like=True, tag=5):
+class FaultFrame(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Request `id` failed.
 
     Attributes:
@@ -139,8 +139,8 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag=5):
     trace: str = ""
 
 
-FromClient = Request | Tell | Cancel | OpenStream | Grant
-FromServer = Reply | Fault | Item | End | GoAway
+FromClient = RequestFrame | TellFrame | CancelFrame | OpenStreamFrame | GrantFrame
+FromServer = ReplyFrame | FaultFrame | ItemFrame | EndFrame | GoAwayFrame
 
 
 def make_hello(run_id: str, who: Incarnation) -> Hello:
@@ -254,17 +254,17 @@ def _name(kind: type[BaseException]) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def fault_of(error: BaseException, request: int, where: str) -> Fault:
+def fault_of(error: BaseException, request: int, where: str) -> FaultFrame:
     """Describe an exception for the remote caller; texts are truncated."""
     if isinstance(error, RemoteError):
         # The handler itself made a remote call: the caller learns where the error was raised first.
-        return Fault(request, kind=error.kind, message=error.message, where=error.where, trace=error.trace)
+        return FaultFrame(request, kind=error.kind, message=error.message, where=error.where, trace=error.trace)
     trace = "".join(traceback.format_exception(error))[-TRACE_MAX_CHARS:]
     if not isinstance(error, RelaxError):
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        return Fault(request, kind=name, message=str(error)[:TEXT_MAX_CHARS], where=where, trace=trace)
-    return Fault(
+        return FaultFrame(request, kind=name, message=str(error)[:TEXT_MAX_CHARS], where=where, trace=trace)
+    return FaultFrame(
         request,
         kinds=tuple(_name(kind) for kind in type(error).__mro__ if issubclass(kind, RelaxError)),
         # A subclass may have passed anything for them, or nothing.
@@ -277,7 +277,7 @@ def fault_of(error: BaseException, request: int, where: str) -> Fault:
     )
 
 
-def error_of(fault: Fault) -> RelaxError:
+def error_of(fault: FaultFrame) -> RelaxError:
     """The exception to raise for a fault: the same RelaxError class, or its nearest known base, or RemoteError.
 
     A subclass keeps `what`, `why` and `hint`; fields of its own do not cross. Where it was raised is a note on it.

@@ -22,8 +22,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from relax_rt.transport.rpc import impair
-from relax_rt.transport.rpc.address import Address, AddressError
-from relax_rt.transport.rpc.channel import Channel, Receiver
+from relax_rt.transport.rpc.channel import Address, AddressError, Channel, MessageReceiver
 from relax_rt.transport.rpc.errors import Unreachable
 from relax_rt.transport.rpc.identity import CurveKeys
 
@@ -64,7 +63,7 @@ class _ZmqChannel:
         self._outbox: collections.deque[bytes] = collections.deque()
         self._drained: asyncio.Future[None] | None = None
         self._ended = False
-        self._receiver: Receiver
+        self._receiver: MessageReceiver
 
     def limit(self, max_message_bytes: int) -> None:
         """Nothing to do: the bound is a socket option; ZeroMQ disconnects a peer that exceeds it."""
@@ -161,7 +160,9 @@ def _send_now(sock: zmq.asyncio.Socket, parts: list[bytes]) -> bool:
 class DealerChannel(_ZmqChannel):
     """The client's end: one socket for one connection."""
 
-    def __init__(self, address: Address, sock: zmq.asyncio.Socket, attach: Callable[[Channel], Receiver]) -> None:
+    def __init__(
+        self, address: Address, sock: zmq.asyncio.Socket, attach: Callable[[Channel], MessageReceiver]
+    ) -> None:
         super().__init__(str(address))
         self._sock = sock
         self._monitor = sock.get_monitor_socket(sum(_ENDINGS))
@@ -222,7 +223,7 @@ class RouterChannel(_ZmqChannel):
         self.identity = identity
         self._listener = listener
 
-    def accept(self, attach: Callable[[Channel], Receiver]) -> None:
+    def accept(self, attach: Callable[[Channel], MessageReceiver]) -> None:
         self._receiver = attach(self)
 
     def deliver(self, message: bytes) -> None:
@@ -258,7 +259,7 @@ class RouterListener:
         context: zmq.asyncio.Context,
         sock: zmq.asyncio.Socket,
         address: str,
-        attach: Callable[[Channel], Receiver],
+        attach: Callable[[Channel], MessageReceiver],
         authenticator: AsyncioAuthenticator | None,
     ) -> None:
         self.address = address
@@ -338,7 +339,7 @@ def _configure(sock: zmq.asyncio.Socket, max_message_bytes: int) -> None:
 
 
 async def listen(
-    address: Address, attach: Callable[[Channel], Receiver], max_message_bytes: int, keys: CurveKeys | None
+    address: Address, attach: Callable[[Channel], MessageReceiver], max_message_bytes: int, keys: CurveKeys | None
 ) -> RouterListener:
     """Listen at a tcp (or ipc) address; with keys, only peers whose key is admitted get anything.
 
@@ -364,7 +365,7 @@ async def listen(
 
 
 async def dial(
-    address: Address, attach: Callable[[Channel], Receiver], max_message_bytes: int, keys: CurveKeys | None
+    address: Address, attach: Callable[[Channel], MessageReceiver], max_message_bytes: int, keys: CurveKeys | None
 ) -> Channel:
     """Begin to connect; that it stands is shown by the server's greeting, that it does not by `Receiver.lost`.
 

@@ -54,7 +54,7 @@ class StoredTensor(msgspec.Struct, frozen=True, array_like=True):
     digest: str
 
 
-class Stored(msgspec.Struct, frozen=True):
+class StoredVersion(msgspec.Struct, frozen=True):
     """The manifest of a folder. `tensors` are in the order of the layout's entries."""
 
     format: int
@@ -117,7 +117,7 @@ class WeightDirectory:
         try:
             temporary.mkdir(mode=0o700)
             stored = list(self._write_shards(temporary, manifest, data, until, what))
-            self._write_rest(temporary, Stored(FORMAT, record, manifest, tuple(stored)))
+            self._write_rest(temporary, StoredVersion(FORMAT, record, manifest, tuple(stored)))
             self._fence()
             temporary.rename(folder)
         except OSError as error:
@@ -177,7 +177,7 @@ class WeightDirectory:
             finally:
                 os.close(descriptor)
 
-    def _write_rest(self, folder: Path, stored: Stored) -> None:
+    def _write_rest(self, folder: Path, stored: StoredVersion) -> None:
         total = sum(entry.nbytes for entry in stored.manifest.layout.entries)
         index = {"metadata": {"total_size": total}, "weight_map": {t.name: t.file for t in stored.tensors}}
         (folder / INDEX_FILE).write_bytes(msgspec.json.encode(index))
@@ -314,12 +314,12 @@ def _check_tensor(found: FileTensor | None, entry: TensorEntry, where: str) -> F
     return found
 
 
-def _read_stored(folder: Path, what: str) -> Stored:
+def _read_stored(folder: Path, what: str) -> StoredVersion:
     path = folder / MANIFEST_FILE
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise Corrupt(f"{path.name} of {what}", why=f"it has more than {MAX_MANIFEST_BYTES} bytes")
-        return msgspec.json.decode(path.read_bytes(), type=Stored)
+        return msgspec.json.decode(path.read_bytes(), type=StoredVersion)
     except FileNotFoundError:
         raise Gone(what, why="it is not there (any more)") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -328,7 +328,7 @@ def _read_stored(folder: Path, what: str) -> Stored:
         raise Corrupt(f"{path.name} of {what}", why=str(error)) from error
 
 
-def _check_stored(stored: Stored, record: VersionRecord, what: str) -> None:
+def _check_stored(stored: StoredVersion, record: VersionRecord, what: str) -> None:
     manifest = stored.manifest
     if stored.format != FORMAT:
         raise Corrupt(what, why=f"its manifest is of format {stored.format}, this is {FORMAT}")

@@ -11,11 +11,10 @@ import functools
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -25,19 +24,13 @@ from relax_rt.cluster.nodes.api import (
     HELLO_NAME,
     AgentStarted,
     BindRendezvous,
-    DumpSlot,
     EndNode,
     EventLine,
     HeadApi,
-    InjectSlot,
-    KillSlot,
     LeaveRequested,
     Order,
     RendezvousBound,
     SlotAddress,
-    SlotEvent,
-    StartSlot,
-    StopSlot,
 )
 from relax_rt.cluster.nodes.links import role_environment
 from relax_rt.cluster.nodes.membership import (
@@ -51,13 +44,14 @@ from relax_rt.cluster.nodes.membership import (
 from relax_rt.cluster.nodes.session import HeadSession
 from relax_rt.config.loader import read_resolved
 from relax_rt.config.schema import RunConfig
+from relax_rt.interfaces.agent import WhereApi
 from relax_rt.observe.events import EventFollower, EventLog
 from relax_rt.observe.logs import open_log, setup_logging
 from relax_rt.process import procfs
-from relax_rt.supervision.api import WhereApi
-from relax_rt.supervision.local import KeeperWatch, LocalExecutor
+from relax_rt.supervision.executor import InjectFault
+from relax_rt.supervision.local import LocalExecutor, failure_of
 from relax_rt.supervision.plan import RolePlan, plan_roles
-from relax_rt.supervision.protocol import Event, SlotExited, SlotSpawned
+from relax_rt.supervision.protocol import Event, Kill, SlotEvent, SlotExited, SlotSpawned
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, owner_of, slot_file, update_run
 from relax_rt.supervision.system_roles import AGENT_SLOT
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
@@ -75,7 +69,6 @@ RETRY_S = 0.1
 GATHER_S = 0.01
 FOLLOW_S = 0.5
 LEASE_CHECK_S = 0.1
-HOUSEKEEPING_S = 1.0
 MIB = 1 << 20
 
 
@@ -118,7 +111,6 @@ class NodeAgent:
             host=record.host,
             environment=role_environment(paths, run_id=membership.run_id, node=membership.node, host=record.host),
         )
-        self._keeper = KeeperWatch(paths, self._local, self._events.emit)
         self._keeper_pid = keeper_pid
         self._client = Client(
             record.head, make_hello(HELLO_NAME, Incarnation(f"{membership.node}/0", membership.epoch)), curve=keys
@@ -142,12 +134,12 @@ class NodeAgent:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._interrupted, signal.Signals(number).name)
         if self._keeper_pid:
-            self._keeper.watch(self._keeper_pid)
+            self._local.watch_keeper(self._keeper_pid)
         server = Server(make_hello(self.membership.run_id, Incarnation(AGENT_SLOT, 0)))
         server.offer(WhereApi, self)
         await server.listen(f"unix://{self.paths.agent_socket}")
         self._local.prepare()
-        self._session.add_item(AgentStarted(os.getpid(), str(self.paths.run_dir)))
+        self._session.add(AgentStarted(os.getpid(), str(self.paths.run_dir)))
         self._to_report.set()
         self._events.emit(
             "node_agent_started", node=self.membership.node, node_epoch=self.membership.epoch, pid=os.getpid()
@@ -159,7 +151,7 @@ class NodeAgent:
             "carrying out orders": self._follow_orders(),
             "reporting": self._report(),
             "watching the lease": self._watch_lease(),
-            "housekeeping": self._housekeep(),
+            "housekeeping": self._local.keep_house(self._events),
             "following events": self._follow_events(follower),
         }
         tasks = [loop.create_task(one, name=name) for name, one in work.items()]
@@ -175,13 +167,8 @@ class NodeAgent:
         return end
 
     def _work_ended(self, task: asyncio.Task[None]) -> None:
-        """End the membership when one of the tasks fails: without it the node would only appear to work."""
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        fault = f"{task.get_name()} has failed: {type(error).__name__}: {error}"
-        self._log.error("node agent fault", error=fault, exc_info=error)
-        self._events.emit("supervisor_fault", error=fault, trace="".join(traceback.format_exception(error)))
-        self._finish(over=True, exit_code=EXIT_FAULT, reason=f"fault of the node's agent: {fault}")
+        if fault := failure_of(task, self._events):
+            self._finish(over=True, exit_code=EXIT_FAULT, reason=f"fault of the node's agent: {fault}")
 
     async def where(self, slot: str) -> str:
         if self._local.has(slot):
@@ -194,7 +181,7 @@ class NodeAgent:
         if not self._over.done():
             # Kill before anything else: the head starts these slots elsewhere soon after the lease has ended.
             for slot in self._living:
-                self._local.kill(slot, "killed", reason)
+                self._local.carry_out(Kill(slot, "killed", reason))
             self._log.info("the membership ends", reason=reason, over=over)
             self._over.set_result(
                 MembershipEnd(membership=str(self.membership), over=over, exit_code=exit_code, reason=reason)
@@ -203,7 +190,7 @@ class NodeAgent:
     def _interrupted(self, name: str) -> None:
         self._signals += 1
         if self._signals == 1:
-            self._session.add_item(LeaveRequested(name))
+            self._session.add(LeaveRequested(name))
             self._to_report.set()
         else:
             self._finish(over=True, exit_code=130, reason=f"{name} again")
@@ -214,11 +201,11 @@ class NodeAgent:
             self._living.add(event.slot)
         elif isinstance(event, SlotExited):
             self._living.discard(event.slot)
-        self._session.add_event(event)
+        self._session.add(event)
         self._to_report.set()
 
     def _on_address(self, slot: str, address: str, remote: str) -> None:
-        self._session.add_item(SlotAddress(slot, address, remote))
+        self._session.add(SlotAddress(slot, address, remote))
         self._to_report.set()
 
     async def _call(self, call: Callable[[], Awaitable[T]]) -> T | None:
@@ -252,17 +239,9 @@ class NodeAgent:
 
     def _carry_out(self, order: Order) -> None:
         match order:
-            case StartSlot(order=start):
-                self._local.start(start)
-            case StopSlot(slot=slot):
-                self._local.stop(slot)
-            case KillSlot(slot=slot, kind=kind, reason=reason):
-                self._local.kill(slot, kind, reason)
-            case DumpSlot(slot=slot):
-                self._local.dump_stacks(slot)
-            case InjectSlot(slot=slot, fault=fault, seconds=seconds, amount=amount):
+            case InjectFault(slot=slot, fault=fault):
                 try:
-                    self._local.inject(slot, fault, seconds, amount)
+                    self._local.carry_out(order)
                 except Refused as error:
                     self._log.warning("fault refused", error=str(error))
                     self._events.emit("fault_refused", slot=slot, name=fault, reason=str(error))
@@ -272,6 +251,8 @@ class NodeAgent:
                 binding.add_done_callback(self._bindings.discard)
             case EndNode(exit_code=exit_code, reason=reason):
                 self._finish(over=True, exit_code=exit_code, reason=reason)
+            case _:
+                self._local.carry_out(order)
 
     async def _bind(self, order: BindRendezvous) -> None:
         try:
@@ -279,7 +260,7 @@ class NodeAgent:
             answer = RendezvousBound(order.slot, order.generation, at.host, at.port)
         except OSError as error:
             answer = RendezvousBound(order.slot, order.generation, "", 0, str(error))
-        self._session.add_item(answer)
+        self._session.add(answer)
         self._to_report.set()
 
     async def _report(self) -> None:
@@ -308,15 +289,6 @@ class NodeAgent:
         )
         self._finish(over=False, exit_code=EXIT_HEAD_LOST, reason=reason)
 
-    async def _housekeep(self) -> None:
-        while True:
-            await asyncio.sleep(HOUSEKEEPING_S)
-            await self._local.housekeep()
-            try:
-                await asyncio.to_thread(self._events.rotate)
-            except OSError as error:
-                self._log.error("the event log cannot be rotated", error=str(error))
-
     async def _follow_events(self, follower: EventFollower) -> None:
         while True:
             await asyncio.sleep(FOLLOW_S)
@@ -324,11 +296,10 @@ class NodeAgent:
 
     async def _queue_events(self, follower: EventFollower) -> None:
         for event in await asyncio.to_thread(follower.poll):
-            self._session.add_item(EventLine(msgspec.json.encode({**event, "node": self.membership.node})))
+            self._session.add(EventLine(msgspec.json.encode({**event, "node": self.membership.node})))
             self._to_report.set()
 
     async def _close(self, server: Server, follower: EventFollower, end: MembershipEnd) -> None:
-        self._keeper.close()
         left = await self._local.close()
         await server.close()
         self._events.emit("node_ended", node=self.membership.node, node_epoch=self.membership.epoch, reason=end.reason)
@@ -344,12 +315,8 @@ class NodeAgent:
         follower.close()
         self._events.close()
         self.paths.remove_private()
-        self._write(end)
-
-    def _write(self, end: MembershipEnd) -> None:
-        fields: dict[str, Any] = {"exit_code": end.exit_code, "reason": end.reason}
         try:
-            update_run(self.paths.run_dir, status="node ended", **fields)
+            update_run(self.paths.run_dir, status="node ended", exit_code=end.exit_code, reason=end.reason)
             write_end(self.paths.run_dir, end)
         except OSError as error:
             self._log.error("the end of the membership cannot be written", error=str(error))

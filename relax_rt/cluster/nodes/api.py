@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 
-from relax_rt.supervision.executor import StartOrder
-from relax_rt.supervision.protocol import SlotExited, SlotFinished, SlotProgress, SlotReady, SlotSpawned
+from relax_rt.supervision.executor import SlotOrder
+from relax_rt.supervision.protocol import NodeMessage, SlotEvent
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.interface import idempotent
 
@@ -15,7 +15,7 @@ HELLO_NAME = "nodes"
 """Run id in the handshake: a node does not know the run before it has joined; the key decides who is admitted."""
 HEAD = "head"
 """Name of the head's own node in a run of several."""
-NODES_PROTOCOL = 2
+NODES_PROTOCOL = 3
 """Version of this interface and of everything that crosses it."""
 MAX_ITEMS = 500
 """Most items in one report or answer; the rest goes into the next."""
@@ -79,56 +79,21 @@ class JoinReply(msgspec.Struct, frozen=True, kw_only=True):
     stop_s: float
 
 
-class StartSlot(msgspec.Struct, frozen=True, tag=1, array_like=True):
-    """Start a process."""
-
-    order: StartOrder
-
-
-class StopSlot(msgspec.Struct, frozen=True, tag=2, array_like=True):
-    """Ask a role to finish."""
-
-    slot: str
-
-
-class KillSlot(msgspec.Struct, frozen=True, tag=3, array_like=True):
-    """SIGKILL a slot's process group."""
-
-    slot: str
-    kind: Literal["killed", "hang"]
-    reason: str
-
-
-class DumpSlot(msgspec.Struct, frozen=True, tag=4, array_like=True):
-    """Have a role's stacks written to its log."""
-
-    slot: str
-
-
-class InjectSlot(msgspec.Struct, frozen=True, tag=5, array_like=True):
-    """Inject a fault into a role."""
-
-    slot: str
-    fault: str
-    seconds: float
-    amount: float
-
-
-class BindRendezvous(msgspec.Struct, frozen=True, tag=6, array_like=True):
+class BindRendezvous(NodeMessage, frozen=True):
     """Bind the socket of a gang's rendezvous; answered by RendezvousBound."""
 
     slot: str
     generation: int
 
 
-class EndNode(msgspec.Struct, frozen=True, tag=7, array_like=True):
+class EndNode(NodeMessage, frozen=True):
     """The run, or this node's membership, is over: end what is left and leave."""
 
     exit_code: int
     reason: str
 
 
-Order = StartSlot | StopSlot | KillSlot | DumpSlot | InjectSlot | BindRendezvous | EndNode
+Order = SlotOrder | BindRendezvous | EndNode
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -147,14 +112,7 @@ class Orders(msgspec.Struct, frozen=True):
     addresses: dict[str, str] | None = None
 
 
-class ReportedEvent(msgspec.Struct, frozen=True, tag=1, array_like=True):
-    """An event for the supervisor."""
-
-    kind: str
-    body: msgspec.Raw
-
-
-class SlotAddress(msgspec.Struct, frozen=True, tag=2, array_like=True):
+class SlotAddress(NodeMessage, frozen=True):
     """Where a slot serves; both empty when it has ended.
 
     Attributes:
@@ -167,7 +125,7 @@ class SlotAddress(msgspec.Struct, frozen=True, tag=2, array_like=True):
     remote: str
 
 
-class RendezvousBound(msgspec.Struct, frozen=True, tag=3, array_like=True):
+class RendezvousBound(NodeMessage, frozen=True):
     """The socket of a rendezvous; an empty host means that none was bound, and `error` says why."""
 
     slot: str
@@ -177,48 +135,26 @@ class RendezvousBound(msgspec.Struct, frozen=True, tag=3, array_like=True):
     error: str = ""
 
 
-class EventLine(msgspec.Struct, frozen=True, tag=4, array_like=True):
+class EventLine(NodeMessage, frozen=True):
     """A line of the node's event log, JSON."""
 
     line: bytes
 
 
-class AgentStarted(msgspec.Struct, frozen=True, tag=6, array_like=True):
+class AgentStarted(NodeMessage, frozen=True):
     """The node's agent has started: its pid, and where the node's logs and events lie."""
 
     pid: int
     run_dir: str
 
 
-class LeaveRequested(msgspec.Struct, frozen=True, tag=5, array_like=True):
+class LeaveRequested(NodeMessage, frozen=True):
     """Someone asked the node to leave: its slots are to be stopped in order and started elsewhere."""
 
     reason: str
 
 
-Item = ReportedEvent | SlotAddress | RendezvousBound | EventLine | LeaveRequested | AgentStarted
-
-SlotEvent = SlotSpawned | SlotReady | SlotFinished | SlotExited | SlotProgress
-_EVENTS: dict[str, type[SlotEvent]] = {
-    event.__name__: event for event in (SlotSpawned, SlotReady, SlotFinished, SlotExited, SlotProgress)
-}
-
-
-def encode_event(event: SlotEvent) -> ReportedEvent:
-    """An event in its form on the wire."""
-    return ReportedEvent(type(event).__name__, msgspec.Raw(msgspec.msgpack.encode(event)))
-
-
-def decode_event(told: ReportedEvent) -> SlotEvent:
-    """The event of its form on the wire.
-
-    Raises:
-        Refused: it is no event that a node may report.
-    """
-    try:
-        return msgspec.msgpack.decode(told.body, type=_EVENTS[told.kind])
-    except (KeyError, msgspec.DecodeError) as error:
-        raise Refused(f"event {told.kind[:40]!r} of a node", why=repr(error)) from error
+Item = SlotEvent | SlotAddress | RendezvousBound | EventLine | LeaveRequested | AgentStarted
 
 
 class HeadApi(Protocol):

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from relax_rt.cluster.nodes.api import HEAD
-from relax_rt.cluster.nodes.machine import count_gpus
 from relax_rt.config.checks import check_listen
 from relax_rt.config.job import load_job
 from relax_rt.config.loader import SYSTEM_ROLES
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.supervision.devices import count_gpus
 from relax_rt.supervision.plan import RolePlan
 from relax_rt.transport.rpc.errors import RelaxError
 

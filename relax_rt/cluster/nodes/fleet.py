@@ -1,20 +1,22 @@
-"""The nodes of a run at the head: those that joined, what they report, and the listener that they call."""
+"""The nodes of a run at the head: those that joined, what they report, their executors, and the listener."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import structlog
 
 from relax_rt.cluster.nodes.api import (
     HEAD,
     HELLO_NAME,
     AgentStarted,
+    BindRendezvous,
     EndNode,
     EventLine,
     HeadApi,
@@ -23,39 +25,47 @@ from relax_rt.cluster.nodes.api import (
     LeaveRequested,
     NodeFacts,
     NodeMembership,
+    Order,
     Orders,
     RendezvousBound,
-    ReportedEvent,
     SlotAddress,
-    decode_event,
 )
 from relax_rt.cluster.nodes.checks import pinned_plans
 from relax_rt.cluster.nodes.links import role_environment
-from relax_rt.cluster.nodes.machine import count_gpus, physical_mib
 from relax_rt.cluster.nodes.membership import read_keys
-from relax_rt.cluster.nodes.remote import RemoteExecutor
 from relax_rt.cluster.nodes.table import STOP_S, TICK_S, Departure, NodeTable
 from relax_rt.config.checks import check_listen
 from relax_rt.config.loader import SYSTEM_ROLES
 from relax_rt.config.schema import RunConfig
+from relax_rt.interfaces.agent import NodeStatus
 from relax_rt.observe.events import CURRENT, Appender
-from relax_rt.supervision.api import NodeStatus
-from relax_rt.supervision.executor import EmitEvent, Executor, HeadAgent
+from relax_rt.supervision.devices import count_gpus
+from relax_rt.supervision.executor import (
+    EmitEvent,
+    Executor,
+    GangRendezvous,
+    HeadAgent,
+    InjectFault,
+    SlotOrder,
+    StartOrder,
+)
 from relax_rt.supervision.placement import Node
 from relax_rt.supervision.plan import RolePlan
-from relax_rt.supervision.protocol import DrainRequested, NodeJoined, NodeLost
+from relax_rt.supervision.protocol import DrainRequested, NodeJoined, NodeLost, SlotEvent, SlotExited, SlotSpawned
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, read_run
-from relax_rt.transport.rpc.address import AddressError, parse_address
+from relax_rt.transport.rpc.channel import AddressError, parse_address
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import CurveKeys, Server, make_hello
 
+MIB = 1 << 20
+BIND_TIMEOUT_S = 10.0
 MAX_WAIT_S = 30.0
 LEAVE_TIMEOUT_S = 5.0
 """How long the end of a run waits for its nodes to say that nothing is left there."""
 
 
-class Fleet:
+class NodeFleet:
     """The nodes of a run: the head's own, and those that joined. Implements relax_rt.supervision.executor.Nodes.
 
     Args:
@@ -67,7 +77,7 @@ class Fleet:
         self._config, self._paths, table = config, paths, config.supervision.nodes
         self.table = NodeTable(paths.run_id, table.lease_s, time.monotonic()) if table.listen else None
         cores = len(os.sched_getaffinity(0))
-        self.here = Node(HEAD if self.table else "", cores, count_gpus(), physical_mib())
+        self.here = Node(HEAD if self.table else "", cores, count_gpus(), psutil.virtual_memory().total // MIB)
         self.host, self.environment = "127.0.0.1", dict[str, str]()
         if self.table:
             self.host = parse_address(check_listen(table.listen)).host
@@ -184,10 +194,11 @@ class Fleet:
                 self._log.error("an item of a node's report was refused", node=str(membership), error=str(error))
 
     def _apply(self, executor: RemoteExecutor, item: Item) -> None:
+        if isinstance(item, SlotEvent):
+            executor.apply_event(item)
+            self._release_if_empty(executor)
+            return
         match item:
-            case ReportedEvent():
-                executor.apply_event(decode_event(item))
-                self._release_if_empty(executor)
             case SlotAddress(slot=slot, address=address, remote=remote):
                 if slot in executor.open:
                     self._agent.on_address(slot, address, remote)
@@ -198,14 +209,11 @@ class Fleet:
             case EventLine(line=line):
                 self._lines.append(line)
             case LeaveRequested(reason=reason):
-                self._request_leave(executor, reason)
-
-    def _request_leave(self, executor: RemoteExecutor, reason: str) -> None:
-        assert self.table is not None
-        if self.table.request_leave(executor.membership, reason):
-            self.emit("node_leaving", node=executor.node, node_epoch=executor.membership.epoch, reason=reason)
-            self._agent.post(DrainRequested(executor.node))
-            self._release_if_empty(executor)
+                assert self.table is not None
+                if self.table.request_leave(executor.membership, reason):
+                    self.emit("node_leaving", node=executor.node, node_epoch=executor.membership.epoch, reason=reason)
+                    self._agent.post(DrainRequested(executor.node))
+                    self._release_if_empty(executor)
 
     def _release_if_empty(self, executor: RemoteExecutor) -> None:
         """End a node that wants to leave once nothing runs on it."""
@@ -259,6 +267,88 @@ class Fleet:
         ]
 
 
+class RemoteExecutor:
+    """Executor of a node that joined. Orders go into the head's node table, from which the node fetches them.
+
+    Args:
+        table: of the head.
+        membership: the node.
+        wake: answers the node's waiting call for orders.
+        on_event: gets the events of the node's slots.
+    """
+
+    def __init__(
+        self,
+        table: NodeTable,
+        membership: NodeMembership,
+        wake: Callable[[], None],
+        on_event: Callable[[SlotEvent], None],
+    ) -> None:
+        self.node = membership.node
+        self.membership = membership
+        self._table, self._wake, self._on_event = table, wake, on_event
+        self.run_dir = ""
+        """Where the node keeps its logs."""
+        self.agent_pid = 0
+        self.open: dict[str, int] = {}
+        """Epoch of each slot that was ordered to start there and has not exited."""
+        self._binding: dict[tuple[str, int], asyncio.Future[GangRendezvous]] = {}
+
+    def carry_out(self, order: SlotOrder) -> None:
+        if isinstance(order, StartOrder):
+            self.open[order.slot] = order.epoch
+        elif isinstance(order, InjectFault) and order.slot not in self.open:
+            what = f"cannot inject {order.fault} into {order.slot}"
+            raise Refused(what, why=f"it has no process on node {self.node}")
+        self._order(order)
+
+    async def rendezvous(self, slot: str, generation: int) -> GangRendezvous:
+        bound: asyncio.Future[GangRendezvous] = asyncio.get_running_loop().create_future()
+        self._binding[slot, generation] = bound
+        try:
+            if not self._order(BindRendezvous(slot, generation)):
+                raise OSError(f"node {self.node} is gone")
+            async with asyncio.timeout(BIND_TIMEOUT_S):
+                return await bound
+        except TimeoutError:
+            raise OSError(f"node {self.node} bound no port in {BIND_TIMEOUT_S:g} s") from None
+        finally:
+            self._binding.pop((slot, generation), None)
+
+    async def close(self) -> None:
+        """Do nothing: the fleet ends all nodes together."""
+
+    def _order(self, order: Order) -> bool:
+        given = self._table.order(self.node, order)
+        self._wake()
+        return given
+
+    def bound(self, answer: RendezvousBound) -> None:
+        """The node's answer to BindRendezvous."""
+        waiting = self._binding.get((answer.slot, answer.generation))
+        if waiting is None or waiting.done():
+            return
+        if answer.host:
+            waiting.set_result(GangRendezvous(answer.host, answer.port))
+        else:
+            waiting.set_exception(OSError(f"node {self.node}: {answer.error}"))
+
+    def apply_event(self, event: SlotEvent) -> None:
+        """Pass on an event of a slot started here; events of other incarnations are ignored."""
+        epoch = self.open.get(event.slot)
+        if epoch is None or (isinstance(event, SlotSpawned) and event.epoch != epoch):
+            return
+        if isinstance(event, SlotExited):
+            del self.open[event.slot]
+        self._on_event(event)
+
+    def lost(self, reason: str) -> None:
+        """The node is gone: fail whatever waits for its answers."""
+        for waiting in self._binding.values():
+            if not waiting.done():
+                waiting.set_exception(OSError(f"node {self.node} is gone: {reason}"))
+
+
 class NodeListener:
     """Serves HeadApi over tcp with CURVE to nodes that hold the run's key, and lets their leases lapse.
 
@@ -269,7 +359,7 @@ class NodeListener:
         keys: of the run.
     """
 
-    def __init__(self, fleet: Fleet, table: NodeTable, *, config: str, system: list[str], keys: CurveKeys) -> None:
+    def __init__(self, fleet: NodeFleet, table: NodeTable, *, config: str, system: list[str], keys: CurveKeys) -> None:
         self._fleet, self._table = fleet, table
         self._config, self._system = config, system
         self._log = structlog.get_logger()

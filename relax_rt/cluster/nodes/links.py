@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import psutil  # type: ignore[import-untyped]
 
 from relax_rt.cluster.nodes.join_key import FILE, curve_keys, read_key
-from relax_rt.supervision.api import WhereApi
+from relax_rt.interfaces.agent import WhereApi
 from relax_rt.supervision.rundir import AGENT_SOCKET, RunPaths
-from relax_rt.transport.base.watch import NODE_ENV
+from relax_rt.transport.base.liveness import NODE_ENV
 from relax_rt.transport.memory.payload_server import PayloadServer
 from relax_rt.transport.memory.refs import owner_key
 from relax_rt.transport.queue.api import QueueApi

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from relax_rt.cluster.nodes.api import MAX_ITEMS, Item, Order, Orders, SlotEvent, encode_event
-from relax_rt.supervision.protocol import SlotProgress
+from relax_rt.cluster.nodes.api import MAX_ITEMS, Item, Order, Orders
+from relax_rt.supervision.protocol import SlotEvent, SlotProgress
 
 POLL_PART = 0.25
 """Fraction of the lease that a call for orders may wait at the head: the next call comes well before its end."""
@@ -33,7 +33,7 @@ class HeadSession:
         self.addresses_version = 0
         self.addresses: dict[str, str] = {}
         self._renewed_at = now
-        self._waiting: list[Item | SlotEvent] = []
+        self._waiting: list[Item] = []
         self._progress: dict[str, int] = {}
         """Index in `_waiting` of a slot's last event, if that is a SlotProgress."""
         self._sent: list[Item] = []
@@ -61,30 +61,25 @@ class HeadSession:
         self.since += len(fresh)
         return fresh
 
-    def add_event(self, event: SlotEvent) -> None:
-        """Queue an event for the next report. Progress replaces the slot's last event if that is unsent progress."""
-        if not isinstance(event, SlotProgress):
-            self._progress.pop(event.slot, None)
-        elif (index := self._progress.get(event.slot)) is not None:
-            before = self._waiting[index]
-            assert isinstance(before, SlotProgress)
-            # An announced extension of the deadline must not be lost.
-            self._waiting[index] = msgspec.structs.replace(event, extend_s=before.extend_s + event.extend_s)
-            return
-        else:
-            self._progress[event.slot] = len(self._waiting)
-        self._waiting.append(event)
-
-    def add_item(self, item: Item) -> None:
-        """Queue another item for the next report."""
+    def add(self, item: Item) -> None:
+        """Queue an item for the next report. Progress replaces the slot's last event if that is unsent progress."""
+        if isinstance(item, SlotProgress):
+            if (index := self._progress.get(item.slot)) is not None:
+                before = self._waiting[index]
+                assert isinstance(before, SlotProgress)
+                # An announced extension of the deadline must not be lost.
+                self._waiting[index] = msgspec.structs.replace(item, extend_s=before.extend_s + item.extend_s)
+                return
+            self._progress[item.slot] = len(self._waiting)
+        elif isinstance(item, SlotEvent):
+            self._progress.pop(item.slot, None)
         self._waiting.append(item)
 
     def report(self) -> tuple[int, Sequence[Item]]:
         """The number of the first item to send and the items: the same ones until `reported` confirms them."""
         if not self._sent:
-            batch, self._waiting = self._waiting[:MAX_ITEMS], self._waiting[MAX_ITEMS:]
+            self._sent, self._waiting = self._waiting[:MAX_ITEMS], self._waiting[MAX_ITEMS:]
             self._progress.clear()
-            self._sent = [encode_event(item) if isinstance(item, SlotEvent) else item for item in batch]
         return self._reported + 1, self._sent
 
     def reported(self, last: int) -> None:

@@ -47,16 +47,6 @@ def patience_s(lease_s: float) -> float:
     return lease_s * (1.0 + DRIFT) + STOP_S
 
 
-class NodeInfo(msgspec.Struct, frozen=True):
-    """A node for display; `seen` is the head's clock at its last call."""
-
-    membership: NodeMembership
-    state: Literal["alive", "leaving", "lost", "left"]
-    facts: NodeFacts
-    seen: float
-    reason: str
-
-
 class Departure(msgspec.Struct, frozen=True):
     """A node that left or was lost, and why: everything that ran there is dead, or fenced."""
 
@@ -64,7 +54,9 @@ class Departure(msgspec.Struct, frozen=True):
     reason: str
 
 
-class _Entry:
+class NodeEntry:
+    """A node that is there, or was; `seen` is the head's clock at its last call."""
+
     def __init__(self, membership: NodeMembership, facts: NodeFacts, token: str, now: float) -> None:
         self.membership, self.facts, self.token = membership, facts, token
         self.state: Literal["alive", "leaving", "lost", "left"] = "alive"
@@ -80,9 +72,6 @@ class _Entry:
     def present(self) -> bool:
         return self.state in ("alive", "leaving")
 
-    def view(self) -> NodeInfo:
-        return NodeInfo(self.membership, self.state, self.facts, self.seen, self.reason)
-
 
 class NodeTable:
     """Who has joined, who is still there, and the orders of each.
@@ -96,15 +85,15 @@ class NodeTable:
     def __init__(self, run_id: str, lease_s: float, now: float) -> None:
         self.run_id, self.lease_s = run_id, lease_s
         self._patience_s = patience_s(lease_s)
-        self._nodes: dict[str, _Entry] = {}
+        self._nodes: dict[str, NodeEntry] = {}
         self._epoch = 0
         self._ticked = now
         self.addresses: dict[str, str] = {}
         self.addresses_version = 1
 
-    def view(self) -> list[NodeInfo]:
+    def view(self) -> list[NodeEntry]:
         """Every node that is there, and the last ones that are gone."""
-        return [node.view() for node in self._nodes.values()]
+        return list(self._nodes.values())
 
     def join(self, facts: NodeFacts, token: str, now: float) -> tuple[NodeMembership, bool]:
         """Admit a node; returns its membership and whether it is new (else the same attempt asked twice).
@@ -132,7 +121,7 @@ class NodeTable:
         self._epoch += 1
         membership = NodeMembership(self.run_id, facts.name, self._epoch)
         self._nodes.pop(facts.name, None)
-        self._nodes[facts.name] = _Entry(membership, facts, token, now)
+        self._nodes[facts.name] = NodeEntry(membership, facts, token, now)
         gone = [name for name, node in self._nodes.items() if not node.present]
         for name in gone[: max(0, len(gone) - REMEMBERED)]:
             del self._nodes[name]
@@ -237,15 +226,15 @@ class NodeTable:
         late = [node for node in self._nodes.values() if node.present and now - node.seen > self._limit_s(node)]
         return [self._drop(node, "lost", f"silent for {self._limit_s(node):.3g} s") for node in late]
 
-    def _limit_s(self, node: _Entry) -> float:
+    def _limit_s(self, node: NodeEntry) -> float:
         return self._patience_s if node.agent_started else max(self._patience_s, AGENT_START_S)
 
-    def _drop(self, node: _Entry, state: Literal["lost", "left"], reason: str) -> Departure:
+    def _drop(self, node: NodeEntry, state: Literal["lost", "left"], reason: str) -> Departure:
         node.state, node.reason = state, reason
         node.orders.clear()
         return Departure(node.membership, reason)
 
-    def _present(self, membership: NodeMembership) -> _Entry:
+    def _present(self, membership: NodeMembership) -> NodeEntry:
         node = self._nodes.get(membership.node)
         if node is None or node.membership != membership or not node.present:
             if membership.run_id != self.run_id:

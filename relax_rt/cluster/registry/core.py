@@ -6,8 +6,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from relax_rt.interfaces.registry import Changes, Ended, Member, Renewed
-from relax_rt.transport.base.pauses import PauseDetector
+from relax_rt.interfaces.registry import Changes, IncarnationEnd, Member, Renewed
+from relax_rt.transport.base.liveness import PauseDetector
 from relax_rt.transport.base.versions import ROOT, VersionRecord, VersionTree
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
@@ -58,7 +58,7 @@ Write: TypeAlias = Entry | Issued | Dropped | Counters | VersionRecord
 """A change that must be durable before its call is answered."""
 
 
-class Stored(msgspec.Struct):
+class RegistryState(msgspec.Struct):
     """The durable state, as a registry reads it when it starts.
 
     Attributes:
@@ -83,7 +83,7 @@ class RegistryCore:
         now: the time.
     """
 
-    def __init__(self, stored: Stored, now: float) -> None:
+    def __init__(self, stored: RegistryState, now: float) -> None:
         self.writes: list[Write] = []
         self.revision = stored.generation << GENERATION_BITS
         self._floor = self.revision
@@ -128,7 +128,7 @@ class RegistryCore:
         self._count(Counters(epoch, self._counters.version))
         self._deadlines.pop(slot, None)
         old = self.member(slot)
-        before = Ended(old.who.epoch, old.detail) if old is not None and old.state == "gone" else None
+        before = IncarnationEnd(old.who.epoch, old.detail) if old is not None and old.state == "gone" else None
         self._put(Entry(Member(Incarnation(slot, epoch), before=before)))
         for version in [v for v, who in self._issued.items() if who.slot == slot]:
             del self._issued[version]
@@ -179,7 +179,7 @@ class RegistryCore:
         if member.who == who:
             self._end(who, reason)
         elif member.before is None or member.before.epoch < who.epoch:
-            before = Ended(who.epoch, reason)
+            before = IncarnationEnd(who.epoch, reason)
             self._put(Entry(msgspec.structs.replace(member, before=before), self._entries[who.slot].ttl_s))
 
     def changes(self, since: int) -> Changes | None:

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from relax_rt.cluster.registry.core import Counters, Dropped, Entry, Issued, Stored, Write
+from relax_rt.cluster.registry.core import Counters, Dropped, Entry, Issued, RegistryState, Write
 from relax_rt.config.version import VERSION
-from relax_rt.interfaces.registry import Ended, Member
+from relax_rt.interfaces.registry import IncarnationEnd, Member
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
@@ -60,7 +60,7 @@ class Store:
         self._failure: RelaxError | None = None
         self._closed = False
 
-    async def open(self) -> Stored:
+    async def open(self) -> RegistryState:
         """Open the file and read it.
 
         Raises:
@@ -128,7 +128,7 @@ class Store:
             hint = "a fresh run directory starts a fresh registry"
             raise Corrupt(f"registry file {self.path}", why=str(error), hint=hint) from error
 
-    def _open(self) -> Stored:
+    def _open(self) -> RegistryState:
         db = sqlite3.connect(self.path, timeout=5.0, isolation_level=None, check_same_thread=False)
         self._db = db
         db.execute("PRAGMA journal_mode = WAL")
@@ -147,7 +147,7 @@ class Store:
             db.execute("UPDATE member SET state = 'gone', detail = 'from an earlier start of the run', ttl_s = 0")
         for key, value in (("schema", SCHEMA), ("generation", generation), ("run_id", self._run_id)):
             db.execute(_SET, (key, str(value)))
-        stored = Stored(
+        stored = RegistryState(
             generation=generation,
             counters=Counters(int(meta.get("epoch", 0)), int(meta.get("version", 0))),
             entries=[_entry(row) for row in db.execute(f"SELECT {_COLUMNS} FROM member ORDER BY slot")],
@@ -195,7 +195,7 @@ def _entry(row: Sequence[Any]) -> Entry:
         state,
         policy_version,
         detail=detail,
-        before=None if before_epoch is None else Ended(before_epoch, before_reason),
+        before=None if before_epoch is None else IncarnationEnd(before_epoch, before_reason),
         node=node,
         remote=remote,
     )

@@ -1,7 +1,7 @@
-"""Environments of gymnasium with a few actions and a text or a picture to show, as FrozenLake, Taxi and CliffWalking.
+"""Environments of gymnasium with a few actions and a text or an image to show, as FrozenLake, Taxi and CliffWalking.
 
 What the policy sees is the environment's own drawing (`render_mode = "ansi"`), the place it stands at in brackets; what
-it says is the name of an action. With `pixels` it sees pictures: the observation where that is one, else what the
+it says is the name of an action. With `pixels` it sees images: the observation where that is one, else what the
 environment draws (`rgb_array`).
 """
 
@@ -39,7 +39,7 @@ class GymnasiumGame:
     Args:
         make: the environment. actions: their names, by number.
         introduction: put before the first drawing. invalid_reward: of a turn whose reply names no action.
-        pixels: show pictures.
+        pixels: show images.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class GymnasiumGame:
         """What the policy sees, behind some words; and what names the state. None: it has not changed."""
         if self._pixels:
             if seen is not None:
-                pixels = seen if _is_picture(seen) else self._env.render()
-                self._drawing, self._state = picture(pixels), xxhash.xxh3_128_hexdigest(pixels.tobytes())
+                pixels = seen if _is_pixels(seen) else self._env.render()
+                self._drawing, self._state = image_url(pixels), xxhash.xxh3_128_hexdigest(pixels.tobytes())
             image = {"type": "image_url", "image_url": {"url": self._drawing}}
             return [{"type": "text", "text": words}, image] if words else [image], self._state
         if self._env.render_mode == "ansi":
@@ -112,7 +112,7 @@ def _told(content: str | list[dict[str, Any]]) -> str | list[Message]:
     return content if isinstance(content, str) else [{"role": "user", "content": content}]
 
 
-def picture(pixels: Any) -> str:
+def image_url(pixels: Any) -> str:
     """uint8 [height, width, 3] as a PNG, in a data URL.
 
     Raises:
@@ -120,14 +120,14 @@ def picture(pixels: Any) -> str:
     """
     from PIL import Image
 
-    if not _is_picture(pixels):
-        raise TypeError(f"a {type(pixels).__name__} is no picture: uint8 [height, width, 3] is wanted")
+    if not _is_pixels(pixels):
+        raise TypeError(f"a {type(pixels).__name__} is no image: uint8 [height, width, 3] is wanted")
     held = io.BytesIO()
     Image.fromarray(np.asarray(pixels)).save(held, "PNG")
     return "data:image/png;base64," + base64.b64encode(held.getvalue()).decode()
 
 
-def _is_picture(seen: Any) -> bool:
+def _is_pixels(seen: Any) -> bool:
     return isinstance(seen, np.ndarray) and seen.dtype == np.uint8 and seen.ndim == 3 and seen.shape[2] == 3
 
 
@@ -183,7 +183,7 @@ def _modes(spec: Any) -> list[str]:
 
 
 def _drawn(spec: Any, options: dict[str, Any], target: str) -> dict[str, Any]:
-    """Options with which there is a picture to see.
+    """Options with which there is an image to see.
 
     Raises:
         RelaxError: there is none.
@@ -195,6 +195,6 @@ def _drawn(spec: Any, options: dict[str, Any], target: str) -> dict[str, Any]:
     space = getattr(spec.make(**options), "observation_space", None)
     shape: tuple[int, ...] = getattr(space, "shape", None) or ()
     if len(shape) != 3 or shape[2] != 3 or getattr(space, "dtype", None) != np.uint8:
-        why = f"{target} draws no pictures, and its observations are {space}"
+        why = f"{target} draws no images, and its observations are {space}"
         raise RelaxError("roles.env.options.pixels", why=why, hint="leave it out: what it sees is told as text")
     return options

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from relax_rt.roles.agentic.errors import refuse_unknown_option
-from relax_rt.roles.agentic.interface import Message, Observation, Reply, Step, Task
+from relax_rt.roles.agentic.interface import Message, Observation, Reply, Step, Task, refuse_unknown_option
 from relax_rt.transport.rpc.errors import RelaxError
 
 OWN = ("system", "brackets", "players")

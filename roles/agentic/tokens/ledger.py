@@ -6,25 +6,26 @@ returns the training sequences in the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from relax_rt.roles.agentic.tokens.branches import branches_of, with_new_routing
+from relax_rt.roles.agentic.tokens.images import MAX_MEDIA_BYTES, SessionImages
 from relax_rt.roles.agentic.tokens.messages import ASSISTANT, Key, check_messages, message_key
 from relax_rt.roles.agentic.tokens.parsers import Parsed
-from relax_rt.roles.agentic.tokens.pictures import MAX_MEDIA_BYTES, SessionPictures
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.tokens.tree import (
     CallNode,
     CallPosition,
     CompletionNode,
     Tree,
+    branches_of,
     calls_below,
     completion_path,
     completions_below,
     token_path,
+    with_new_routing,
 )
 from relax_rt.roles.agentic.tokens.types import (
     FINISHED,
@@ -38,7 +39,6 @@ from relax_rt.roles.agentic.tokens.types import (
     Sampled,
     Tool,
 )
-from relax_rt.roles.data.media.pictures import ImageSpan
 from relax_rt.transport.rpc.errors import Gone, Refused
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class TokenLedger:
     Args:
         session: prefix of reply ids.
         max_tokens: of all branches together, shared context counted in each, as `episode` returns them.
-        max_media_bytes: of all pictures together, each counted once, encoded.
+        max_media_bytes: of all images together, each counted once, encoded.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TokenLedger:
         self._chat, self._drift, self._reasoning, self._session = chat, drift, reasoning, session
         self.max_tokens, self._max_branches = max_tokens, max_branches
         self._tree = Tree()
-        self._pictures = SessionPictures(max_media_bytes)
+        self._images = SessionImages(max_media_bytes)
         self._counts = Counts()
         self._calls = self._replies = self._tool_calls = 0
         self._reply_ids: dict[int, list[tuple[tuple[int, int], str]]] = {}
@@ -133,7 +133,7 @@ class TokenLedger:
         if place.above is not None and place.above.call.tools == offered:
             # Callers send the same tools with each call: store them once.
             offered = place.above.call.tools
-        tokens, media = self._chat.with_pictures(tokens, self._pictures.of(new if extends else messages))
+        tokens, media = self._chat.expand_images(tokens, self._images.in_messages(new if extends else messages))
         call = CallNode(
             number=self._calls,
             order=self._calls if instead is None else instead.node,
@@ -170,24 +170,24 @@ class TokenLedger:
             n=n,
             rows=call.rows,
             media=(
-                *(one.moved(completion.call.start) for completion in path for one in completion.call.media),
-                *_new_media(call),
+                *(one.shifted(completion.call.start) for completion in path for one in completion.call.media),
+                *(one.shifted(call.start) for one in call.media),
             ),
             unseen=bool(offered) and keys[0] == self._chat.tools_key(()),
         )
 
     @property
     def image_processor(self) -> ImageProcessor | None:
-        """The image processor, if the model takes pictures."""
+        """The image processor, if the model takes images."""
         return self._chat.image_processor
 
-    def show(self, looked: ProcessedImage) -> Message:
-        """Add a picture and return the part by which messages refer to it.
+    def add_image(self, image: ProcessedImage) -> Message:
+        """Add an image and return the part by which messages refer to it.
 
         Raises:
             Refused: there are too many, or they are too large together.
         """
-        return self._pictures.add(looked)
+        return self._images.add(image)
 
     def _find(self, response: str) -> CompletionNode:
         if (completion := self._tree.completions.get(response)) is None:
@@ -364,8 +364,8 @@ class TokenLedger:
     def episode(self) -> Episode:
         """Return what is trained at this moment; open calls are not part of it."""
         branches = tuple(branches_of(sorted(self._tree.completions.values(), key=lambda one: one.order)))
-        pictures = self._pictures.data({one.digest for branch in branches for one in branch.media})
-        return Episode(branches, msgspec.structs.replace(self._counts), pictures, self.replies)
+        images = self._images.data({one.digest for branch in branches for one in branch.media})
+        return Episode(branches, msgspec.structs.replace(self._counts), images, self.replies)
 
 
 def budget_exhausted(error: Refused) -> bool:
@@ -381,11 +381,6 @@ def _with_sampled_words(messages: Sequence[Message], keys: Sequence[Key], place:
         if completion.told is not None and keys[completion.depth - 1] == completion.told:
             found[completion.depth - 2] = {**found[completion.depth - 2], "content": completion.message["content"]}
     return found
-
-
-def _new_media(call: CallNode) -> Iterator[ImageSpan]:
-    """Return the new pictures of a call at their positions in its prompt."""
-    return (one.moved(call.start) for one in call.media)
 
 
 def _invalid(what: Sampled) -> str:

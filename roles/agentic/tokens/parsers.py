@@ -619,6 +619,18 @@ def reasoning_family(template: str) -> str:
     return "think" if THOUGHT in template or THINK in template else "none"
 
 
+class ChatFormat(msgspec.Struct, frozen=True):
+    """How conversations are rendered and completions parsed.
+
+    Attributes:
+        chat_template: a file, relative to the config, in place of the model's own template.
+    """
+
+    chat_template: str | None = None
+    tool_parser: str = AUTO
+    reasoning_parser: str = AUTO
+
+
 def check_parsers(tool_parser: str, reasoning_parser: str) -> None:
     """Names that are none.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_rt.roles.agentic.tokens import parsers
@@ -17,9 +18,10 @@ from relax_rt.roles.agentic.tokens.messages import (
     without_reasoning,
 )
 from relax_rt.roles.agentic.tokens.messages import tools_key as key_of_tools
-from relax_rt.roles.agentic.tokens.parsers import Parsed
+from relax_rt.roles.agentic.tokens.parsers import ChatFormat, Parsed
 from relax_rt.roles.agentic.tokens.types import Message, Tool
-from relax_rt.roles.data.media.pictures import IMAGE, ImageSpan
+from relax_rt.roles.data.media.image_processor import ImageProcessor, load_image_processor
+from relax_rt.roles.data.media.images import IMAGE, ImageSpan
 from relax_rt.roles.models.chat_template import (
     CALLS,
     RESULTS,
@@ -36,8 +38,7 @@ from relax_rt.roles.models.tokenizer import PROBE, ChatTokenizer
 from relax_rt.transport.rpc.errors import Refused
 
 if TYPE_CHECKING:
-    from relax_rt.roles.agentic.tokens.pictures import Picture
-    from relax_rt.roles.data.media.image_processor import ImageProcessor
+    from relax_rt.roles.agentic.tokens.images import EncodedImage
 
 MARK, OTHER = "zqxj", "jqxz"
 """Texts that no template contains."""
@@ -55,11 +56,11 @@ class ChatTemplate:
         tool_parser: one of parsers.TOOL_PARSERS; model: the tokenizer's own `response_template`; auto: that, if there
             is one, else by the template's text.
         reasoning_parser: one of parsers.REASONING_PARSERS, or auto: by the template's text.
-        sight: image processor of a model that takes pictures.
+        image_processor: of a model that takes images.
         unseen: called once if tools are offered that the template does not show.
 
     Raises:
-        Refused: no such parser, or the template has no placeholder for a picture.
+        Refused: no such parser, or the template has no placeholder for an image.
     """
 
     def __init__(
@@ -132,18 +133,18 @@ class ChatTemplate:
         return self.encode(self.text(messages, tools, generation=generation))
 
     def _check_places(self, image_processor: ImageProcessor) -> None:
-        """Raises: Refused, if the template does not render a text beside a picture's placeholder."""
+        """Raises: Refused, if the template does not render a text beside an image's placeholder."""
         parts = [{"type": "text", "text": MARK}, {"type": IMAGE}]
         ids = self.render([{"role": "user", "content": parts}])
         if ids.count(image_processor.placeholder) == 1 and MARK in self.text([{"role": "user", "content": MARK}]):
             return
         token = self.tokenizer.spell([image_processor.placeholder])
-        why = f"it must write {token!r} once for a picture, and the texts beside it"
+        why = f"it must write {token!r} once for an image, and the texts beside it"
         hint = "put a chat_template.jinja that does both into the model's folder"
         raise Refused(f"the chat template of {self.tokenizer.folder}", why=why, hint=hint)
 
-    def with_pictures(self, ids: list[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[ImageSpan, ...]]:
-        """Return rendered tokens with placeholders replaced by the tokens of pictures.
+    def expand_images(self, ids: list[int], images: Sequence[EncodedImage]) -> tuple[list[int], tuple[ImageSpan, ...]]:
+        """Return rendered tokens with placeholders replaced by the tokens of images.
 
         Raises:
             Refused: the number of placeholders differs: a text or the template has written one.
@@ -151,19 +152,19 @@ class ChatTemplate:
         if self.image_processor is None:
             return ids, ()
         places = [at for at, token in enumerate(ids) if token == self.image_processor.placeholder]
-        if len(places) != len(pictures):
+        if len(places) != len(images):
             token = self.tokenizer.spell([self.image_processor.placeholder])
-            why = f"{token!r} stands there {len(places)} times, in texts too: only a picture has it"
-            raise Refused(f"a conversation with {len(pictures)} new pictures", why=why, hint="leave it out of texts")
+            why = f"{token!r} stands there {len(places)} times, in texts too: only an image has it"
+            raise Refused(f"a conversation with {len(images)} new images", why=why, hint="leave it out of texts")
         found: list[int] = []
-        shown: list[ImageSpan] = []
+        spans: list[ImageSpan] = []
         begun = 0
-        for at, one in zip(places, pictures, strict=True):
+        for at, one in zip(places, images, strict=True):
             found += ids[begun:at]
-            shown.append(ImageSpan(len(found), len(found) + len(one.tokens), one.data))
+            spans.append(ImageSpan(len(found), len(found) + len(one.tokens), one.data))
             found += one.tokens
             begun = at + 1
-        return [*found, *ids[begun:]], tuple(shown)
+        return [*found, *ids[begun:]], tuple(spans)
 
     def shortcomings(self, *, tools: bool, turns: bool) -> list[Fault]:
         """Return what episodes need and the template cannot render; those that raise would end an episode.
@@ -306,6 +307,36 @@ class ChatTemplate:
         known = tuple(call for call in calls if call is not None)
         reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name)), "")
         return Parsed(str(message.get("content") or ""), str(reasoning), known, len(calls) - len(known))
+
+
+def load_chat_template(
+    config_dir: Path,
+    tokenizer: ChatTokenizer,
+    chat_format: ChatFormat,
+    on_unseen_tools: Callable[[str], object] = lambda why: None,
+) -> ChatTemplate:
+    """Load the chat template, with the image processor of a model that takes images.
+
+    Args:
+        on_unseen_tools: see ChatTemplate.
+
+    Raises:
+        RelaxError: the file cannot be read, the parser does not fit, or the processor cannot be loaded.
+    """
+    template = None
+    if chat_format.chat_template is not None:
+        try:
+            template = (config_dir / chat_format.chat_template).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise Refused(f"chat_template = {chat_format.chat_template!r}", why=str(error)) from error
+    return ChatTemplate(
+        tokenizer,
+        template=template,
+        tool_parser=chat_format.tool_parser,
+        reasoning_parser=chat_format.reasoning_parser,
+        image_processor=load_image_processor(tokenizer.folder),
+        unseen=on_unseen_tools,
+    )
 
 
 def _name(tool: Tool) -> str:

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from relax_rt.roles.data.media.pictures import ImageRef, ImageSpan
+from relax_rt.roles.data.media.images import ImageRef, ImageSpan
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 Message = dict[str, Any]
 """A chat message as in OpenAI's Chat Completions: `role`, `content` (str, list of parts, or None), `tool_calls`,
-`tool_call_id`, `name`, `reasoning_content`. A part of type `image` has the `digest` of a picture that the ledger was
+`tool_call_id`, `name`, `reasoning_content`. A part of type `image` has the `digest` of an image that the ledger was
 shown."""
 Tool = dict[str, Any]
 """A tool as in OpenAI's Chat Completions: `{"type": "function", "function": {name, description, parameters}}`."""
@@ -57,7 +57,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
         room: maximum number of tokens of each completion.
         n: number of completions.
         rows: leading positions of `tokens` whose routing rows earlier completions have recorded.
-        media: the pictures among `tokens`.
+        media: the images among `tokens`.
         unseen: tools were offered, and the template does not show them.
     """
 
@@ -119,7 +119,7 @@ class Branch(msgspec.Struct, frozen=True):
         turns: cover [0, T) in order.
         finish_reason: of the last completion: stop or length.
         routing: T - 1 routing rows, or empty if one of them was not recorded.
-        media: the pictures among its tokens.
+        media: the images among its tokens.
     """
 
     tokens: tuple[int, ...]
@@ -165,14 +165,14 @@ class Episode(msgspec.Struct, frozen=True):
     Attributes:
         branches: in the order of their last replies; empty if nothing is trained.
         counts: see Counts.
-        pictures: those of the branches, encoded, by digest.
+        images: those of the branches, encoded, by digest.
         replies: ids of all delivered completions, also of untrained ones: in the order of their calls, and of the
             choices of a call, whichever was recorded first.
     """
 
     branches: tuple[Branch, ...]
     counts: Counts
-    pictures: dict[str, bytes] = {}
+    images: dict[str, bytes] = {}
     replies: tuple[str, ...] = ()
 
     @property

@@ -1,1 +1,1 @@
-"""Pictures for models that see: taken from messages, turned into tokens by the model's own processor, and computed."""
+"""Images for models that take them: decoded, turned into tokens by the model's processor, and embedded."""

@@ -8,8 +8,8 @@ from unicodedata import normalize
 
 from relax_rt.config.schema import Table
 from relax_rt.roles.data.items import answer_text
+from relax_rt.roles.rewards.library.final_answer import bare_integer, last_integer, squeeze
 from relax_rt.roles.rewards.library.functions import UnreadableAnswer, reward
-from relax_rt.roles.rewards.library.text import bare_integer, last_integer, squeeze
 
 Function = Callable[..., Any]
 FORMAT, RIGHT = 0.3, 0.7

@@ -11,10 +11,9 @@ from pydantic import Field
 
 from relax_rt.config.schema import Table
 from relax_rt.roles.data.items import answer_text
-from relax_rt.roles.rewards.library.final_answer import boxes
+from relax_rt.roles.rewards.library.final_answer import boxes, listed
 from relax_rt.roles.rewards.library.functions import UnreadableAnswer, reward
 from relax_rt.roles.rewards.library.math_parsing import ParseFailed
-from relax_rt.roles.rewards.library.text import listed
 
 LONGEST = 100_000
 """Characters of a completion that are looked at, from its end."""

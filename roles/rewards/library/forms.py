@@ -11,8 +11,8 @@ from pydantic import Field
 
 from relax_rt.config.schema import Table
 from relax_rt.roles.data.items import answer_text
+from relax_rt.roles.rewards.library.final_answer import squeeze
 from relax_rt.roles.rewards.library.functions import UnreadableAnswer, reward
-from relax_rt.roles.rewards.library.text import squeeze
 
 Function = Callable[..., Any]
 Wrong = list[tuple[str, str, str]]

@@ -14,8 +14,7 @@ from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any
 
-from relax_rt.roles.rewards.library.final_answer import MATH, boxed, closing_brace
-from relax_rt.roles.rewards.library.text import listed
+from relax_rt.roles.rewards.library.final_answer import MATH, boxed, closing_brace, listed
 
 LONGEST = 1000
 """Characters of one answer."""

@@ -176,23 +176,20 @@ def _scaled(reading: ParsedAnswer, factor: Any) -> ParsedAnswer:
 
 def _same_value(right: ParsedAnswer, found: ParsedAnswer, options: MathOptions) -> bool:
     if right.parts or found.parts:
-        return _same_ratio(right, found, options)
+        # Part by part. What cannot be a time of day is a ratio: equal to its multiples and, of two parts, its
+        # quotient.
+        ours, theirs = right.parts, found.parts
+        if len(ours) == len(theirs) and all(_equal(a, b, options) for a, b in zip(ours, theirs, strict=True)):
+            return True
+        if right.timelike or not ours:
+            return False
+        if not theirs:
+            return len(ours) == 2 and found.value is not None and _equal(ours[0], ours[1] * found.value, options)
+        products = zip(ours[1:], theirs[1:], strict=len(ours) == len(theirs)) if len(ours) == len(theirs) else []
+        return len(ours) == len(theirs) and all(_equal(theirs[0] * a, ours[0] * b, options) for a, b in products)
     if right.value is None or found.value is None or right.count != found.count:
         return False
     return _equal(right.value, found.value, options, rounded=right.decimal or found.decimal)
-
-
-def _same_ratio(right: ParsedAnswer, found: ParsedAnswer, options: MathOptions) -> bool:
-    """Part by part. What cannot be a time of day is a ratio: equal to its multiples and, of two parts, its quotient."""
-    ours, theirs = right.parts, found.parts
-    if len(ours) == len(theirs) and all(_equal(a, b, options) for a, b in zip(ours, theirs, strict=True)):
-        return True
-    if right.timelike or not ours:
-        return False
-    if not theirs:
-        return len(ours) == 2 and found.value is not None and _equal(ours[0], ours[1] * found.value, options)
-    products = zip(ours[1:], theirs[1:], strict=len(ours) == len(theirs)) if len(ours) == len(theirs) else []
-    return len(ours) == len(theirs) and all(_equal(theirs[0] * a, ours[0] * b, options) for a, b in products)
 
 
 def _equal(right: Any, found: Any, options: MathOptions, *, rounded: bool = False) -> bool:

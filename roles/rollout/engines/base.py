@@ -1,14 +1,14 @@
-"""The narrow interface between the roles that sample and the engine that does it for them."""
+"""Interface of engines: what roles request of one, what it reports, and the checks that all engines share."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from relax_rt.roles.data.media.pictures import ImageSpan, identity
+from relax_rt.roles.data.media.images import ImageSpan, identity
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
 
 KvPolicy = Literal["keep", "recompute"]
-"""What becomes of the KV cache of sequences in flight at a swap: it stays (later tokens carry the older kv_version), or
-it is computed again under the new weights (kv_version equals version afterwards)."""
+"""The KV cache of sequences in flight at a swap: keep it (later tokens carry the older kv_version), or recompute it
+under the new weights (kv_version equals version afterwards)."""
 
 
 class Partial(msgspec.Struct, frozen=True):
-    """What was sampled of a member before, here or elsewhere: generation goes on behind it.
+    """The beginning of a member that was sampled before, here or elsewhere: generation resumes behind it.
 
     Attributes:
         tokens: sampled ids. logprobs: their behaviour log-probabilities.
@@ -51,11 +51,11 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
         temperature: 0 is greedy (then log-probabilities are those at temperature 1).
         max_new_tokens: of the whole completion, tokens of a partial included.
         stop_ids: sampling one of these ends the completion; the token is part of it.
-        partials: what is there of each member already; empty: of none.
+        partials: of each member; empty: there are none.
         chunk_tokens: report a member every so many tokens; 0: only its end.
-        routing: wants the routing rows (see `routing`), which only an engine that was started for them has.
-        rows_from: position of the prompt from which on: those before have theirs already.
-        media: the pictures in the prompt, in order.
+        routing: report routing rows (see engines/routing.py); only an engine that was started for them has any.
+        rows_from: position of the prompt from which on rows are wanted.
+        media: the images in the prompt, in order.
     """
 
     id: int
@@ -71,16 +71,16 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     rows_from: int = 0
 
     def partial(self, member: int) -> Partial | None:
-        """What is there of a member already."""
+        """Return the partial of a member."""
         return self.partials[member] if self.partials else None
 
     def identity(self) -> tuple[int, ...]:
-        """The prompt as it is told from others: equal only where pictures are, too."""
+        """Key of the prompt: equal only if tokens and images are."""
         return identity(self.prompt, self.media)
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """What a member has got since its last chunk; tokens of its partial are not told again.
+    """What a member has got since its last chunk; tokens of its partial are not reported again.
 
     Attributes:
         start: position of the first of `tokens` in the completion.
@@ -103,12 +103,12 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
-    """What an engine does right now; tokens and swaps count since it was created.
+    """Load of an engine; tokens and swaps count since it was created.
 
     Attributes:
         running, waiting: sequences that are decoded, and those that wait for room.
         outstanding_tokens: an upper bound of the tokens still to come, of all members.
-        kv_used: taken part of the cache's room, 0 to 1; 0 where further sequences take none from those in flight.
+        kv_used: used share of the KV cache, 0 to 1; 0 if further sequences take no room from those in flight.
         paused: why nothing is generated; empty while it may be.
     """
 
@@ -136,7 +136,7 @@ class Swap(msgspec.Struct, frozen=True):
 
 
 class EngineEnded(Refused):
-    """The engine does not run: it failed, was closed or was not started. Another one may do what was asked for."""
+    """The engine does not run: it failed, was closed or was not started. Another one may serve the request."""
 
 
 Sink = Callable[[list[Chunk]], None]
@@ -150,8 +150,8 @@ class Engine(Protocol):
     or is closed before.
 
     Attributes:
-        routing: what the routing rows that it tells look like; None: it tells none.
-        sight: looks at the pictures in prompts; None: it refuses them.
+        routing: shape of the routing rows that it reports; None: it reports none.
+        image_processor: processes the images in prompts; None: it refuses them.
     """
 
     name: str
@@ -159,24 +159,24 @@ class Engine(Protocol):
     image_processor: ImageProcessor | None
 
     async def start(self, sink: Sink, on_failure: OnFailure) -> None:
-        """Begin to work. `sink` gets chunks and `on_failure` what ended the engine, both on the event loop."""
+        """Start. `sink` gets chunks and `on_failure` what ended the engine, both on the event loop."""
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Queue requests; returns at once.
 
         Raises:
-            Refused: one of them does not fit the model or the engine, or the queue is full; none is taken then.
-            EngineEnded: it takes nothing any more.
+            Refused: one of them does not fit the model or the engine, or the queue is full; none is accepted then.
+            EngineEnded: it has ended.
         """
 
     def abort(self, request: int) -> None:
         """End a request's members at the next token boundary, tokens kept; unknown requests are ignored."""
 
     async def pause(self, why: str) -> None:
-        """Returns at a token boundary; nothing is generated until resume(). Chunks of before have been delivered."""
+        """Stop generating at a token boundary until `resume`. Earlier chunks have been delivered when this returns."""
 
     async def resume(self) -> None:
-        """Go on; nothing happens where nothing was paused."""
+        """Resume after `pause`; without effect if it is not paused."""
 
     async def prepare(self, source: WeightSource) -> None:
         """Fetch a version into memory of the engine's own and verify it, while generation goes on.
@@ -191,28 +191,28 @@ class Engine(Protocol):
 
         Raises:
             Refused: another version, or none, was prepared last.
-            Corrupt: the engine does not hold what it said it had loaded.
+            Corrupt: the engine does not hold what it reported as loaded.
         """
 
     def load(self) -> EngineLoad:
-        """What it does now."""
+        """Return its load."""
 
     async def release_memory(self, *, keep_weights: bool = True) -> None:
-        """Give the memory of weights and cache back to the device.
+        """Release the device memory of weights and cache.
 
         Args:
-            keep_weights: False: they need not come back, because a version will be committed before anything is
-                submitted.
+            keep_weights: False: `resume_memory` need not restore them, because a version will be committed before
+                anything is submitted.
 
         Raises:
             Refused: sequences are in flight.
         """
 
     async def resume_memory(self) -> None:
-        """Take the memory again; the weights of before are back when this returns, if they were kept."""
+        """Take the memory again, and restore the weights if they were kept."""
 
     async def close(self, timeout_s: float) -> None:
-        """End at the next token boundary; what is in flight is dropped without a word."""
+        """End at the next token boundary; sequences in flight are dropped without a chunk."""
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -238,13 +238,13 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class Assembly:
-    """Puts the chunks of members together. Bounded by the members in flight: one is forgotten when it is complete."""
+    """Assembles chunks to completions. Bounded by the members in flight: a complete one is removed."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], Completion] = {}
 
     def expect(self, request: GroupRequest) -> None:
-        """Members of this request are to come."""
+        """Expect the members of this request."""
         for member in range(len(request.seeds)):
             had = request.partial(member) or Partial((), (), ())
             routing = bytearray(had.routing if request.routing else b"")
@@ -253,16 +253,16 @@ class Assembly:
             )
 
     def forget(self, request: int) -> None:
-        """Chunks of this request are ignored from here on."""
+        """Ignore further chunks of this request."""
         for key in [key for key in self._open if key[0] == request]:
             del self._open[key]
 
     def had(self, request: int, member: int) -> Completion | None:
-        """What an unfinished member has got so far, which grows with its chunks; None if it is not expected."""
+        """Return an unfinished member so far, which grows with its chunks; None if it is not expected."""
         return self._open.get((request, member))
 
     def add(self, chunk: Chunk) -> Completion | None:
-        """The member's completion, if this was its last chunk. Chunks of members not expected are ignored.
+        """Add a chunk; return the completion if it was the last one. Chunks of members not expected are ignored.
 
         Raises:
             Refused: the chunk does not begin where the member's last one ended.
@@ -295,7 +295,7 @@ class Assembly:
 async def generate(
     engine: Engine, requests: Sequence[GroupRequest], *, timeout_s: float
 ) -> dict[tuple[int, int], Completion]:
-    """Start an engine, have it complete these requests, and close it; completions by request and member.
+    """Start an engine, complete these requests, and close it; return completions by request and member.
 
     Raises:
         DeadlineExceeded: not all came in time. Refused: see Engine.submit. Whatever ended the engine.
@@ -305,7 +305,7 @@ async def generate(
     assembly = Assembly()
     count = sum(len(r.seeds) for r in requests)
 
-    def arrive(chunks: list[Chunk]) -> None:
+    def on_chunks(chunks: list[Chunk]) -> None:
         for chunk in chunks:
             if (one := assembly.add(chunk)) is not None:
                 done[one.request, one.member] = one
@@ -318,7 +318,7 @@ async def generate(
 
     for request in requests:
         assembly.expect(request)
-    await engine.start(arrive, fail)
+    await engine.start(on_chunks, fail)
     try:
         engine.submit(requests)
         async with asyncio.timeout(timeout_s):
@@ -331,8 +331,30 @@ async def generate(
     return done
 
 
+async def fetch_locked(lock: asyncio.Lock, fetch: Callable[[], Awaitable[None]]) -> None:
+    """Run an engine's fetch of weights under its lock.
+
+    The fetch writes into the engine's buffer from a thread, which cannot be cancelled. If the caller is cancelled, the
+    fetch therefore goes on, and holds the lock as long as it writes.
+    """
+
+    async def locked() -> None:
+        try:
+            await fetch()
+        finally:
+            lock.release()
+
+    await lock.acquire()
+    work = asyncio.create_task(locked())
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())
+        raise
+
+
 def extend_spans(spans: list[VersionSpan], span: VersionSpan) -> None:
-    """Append a span; one that goes on where the last ended, with the same versions, makes that longer."""
+    """Append a span, merged with the last one if it continues that with the same versions."""
     last = spans[-1] if spans else None
     if last is not None and (last.end, last.version, last.kv_version) == (span.start, span.version, span.kv_version):
         spans[-1] = VersionSpan(last.start, span.end, span.version, span.kv_version)
@@ -348,12 +370,11 @@ def check_request(
     routing: RoutingShape | None = None,
     image_processor: ImageProcessor | None = None,
 ) -> None:
-    """What no engine takes.
+    """Refuse a request that no engine can serve. Images that were not processed lately are decoded and processed now.
 
     Args:
         context: positions that the model has.
-        routing: of the engine.
-        sight: of a model that sees. Pictures that it has not looked at lately are decoded and processed now.
+        routing, image_processor: of the engine.
 
     Raises:
         Refused: with the first thing that is wrong.
@@ -382,8 +403,8 @@ def check_request(
         )
     if request.partials and len(request.partials) != len(request.seeds):
         raise Refused(f"{what}: {len(request.partials)} partials of {len(request.seeds)} members")
-    if odd := odd_sampling(request.seeds, request.temperature):
-        raise Refused(f"{what}: {odd}", why="no engine samples with that")
+    if invalid := invalid_sampling(request.seeds, request.temperature):
+        raise Refused(f"{what}: {invalid}", why="no engine samples with that")
     had = [token for partial in request.partials if partial for token in partial.tokens]
     for tokens in (request.prompt, had):
         if outside := [token for token in tokens if not 0 <= token < vocabulary]:
@@ -395,18 +416,18 @@ def check_request(
     for member, partial in enumerate(request.partials):
         _check_partial(f"{what}, member {member}", partial, request, routing)
     if request.media and image_processor is None:
-        hint = 'use a model that sees, and roles.rollout.engine = "embedded"'
-        raise Refused(f"{what}: {len(request.media)} pictures", why="this engine reads tokens alone", hint=hint)
+        hint = 'use a vision-language model, and roles.rollout.engine = "embedded"'
+        raise Refused(f"{what}: {len(request.media)} images", why="this engine takes tokens only", hint=hint)
     if request.media and image_processor is not None:
         image_processor.check(request.prompt, request.media)
 
 
-def odd_sampling(seeds: Sequence[int], temperature: float) -> str:
-    """A seed or a temperature that nothing can be drawn with; empty if they can."""
+def invalid_sampling(seeds: Sequence[int], temperature: float) -> str:
+    """Describe a seed or temperature that cannot be sampled with; empty: all can."""
     for seed in seeds:
         if not 0 <= seed < 1 << 64:
             return f"seed {seed} (64 bits, not negative)"
-    # Below and above that float32 logits divided by it are no numbers any more, or all alike.
+    # Outside of this range, float32 logits divided by it are infinite, or all equal.
     if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         return f"temperature {temperature} (0, or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g})"
     return ""

@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from relax_rt.roles.models.numerics import denormals_flushed
+from relax_rt.roles.models.device import denormals_flushed
 from relax_rt.roles.rollout.engines.base import (
     Chunk,
     EngineEnded,
@@ -24,9 +25,9 @@ from relax_rt.roles.rollout.engines.base import (
     Sink,
     Swap,
     check_request,
+    fetch_locked,
 )
-from relax_rt.roles.rollout.engines.decoder import Decoder
-from relax_rt.roles.rollout.engines.sequences import Sequence as Member
+from relax_rt.roles.rollout.engines.decoder import DecodedSequence, Decoder
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
 from relax_rt.transport.weights.source import WeightSource
@@ -43,18 +44,18 @@ T = TypeVar("T")
 
 
 class EmbeddedEngine:
-    """Samples from a model held in this process, on its own thread. See `Engine` for what its methods promise.
+    """Samples from a model in this process, on a thread of its own. `Engine` documents its methods.
 
-    Weights are swapped between two forward passes. The thread takes calls from an inbox at each token boundary; what it
-    reports goes to the event loop in order, so that a call's answer comes after the chunks of before it.
+    The thread takes calls from an inbox between two forward passes (a token boundary). What it reports goes to the
+    event loop in order, so that the result of a call arrives after the chunks that came before it.
 
     Args:
         model_dir: Hugging Face folder.
-        prefix_positions: positions of prompts that are kept for others.
-        routing: tell routing rows; every pass then brings what its gates chose to this process.
+        prefix_positions: positions of computed prompts that are cached.
+        routing: report routing rows; every pass then copies what its gates chose to host memory.
 
     Raises:
-        Refused: the model is not computed whole here, or has no routing rows.
+        Refused: the model has parts that are not computed here, or has no routing rows.
     """
 
     name = "embedded"
@@ -93,17 +94,18 @@ class EmbeddedEngine:
         self._failure: BaseException | None = None
         self._members: dict[int, int] = {}
         """Unfinished members of the requests in the engine; kept on the event loop."""
-        self._asked = 0
+        self._requested = 0
         self._calls: set[Future[Any]] = set()
         self._prepared: VersionRecord | None = None
         self._preparing = asyncio.Lock()
         self._paused = ""
-        self._released = self._weightless = False
+        self._released = self._weights_dropped = False
+        """Memory is released; and the weights are not kept in host memory."""
 
     async def start(self, sink: Sink, on_failure: OnFailure) -> None:
         self._sink, self._on_failure = sink, on_failure
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._work, name="relax-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="relax-engine", daemon=True)
         self._thread.start()
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -114,9 +116,9 @@ class EmbeddedEngine:
             raise Refused(f"{count} sequences", why=f"the engine holds at most {MAX_MEMBERS}", hint="submit fewer")
         if self._released:
             raise Refused(f"{count} sequences", why="the engine's memory is released", hint="resume_memory() first")
-        if self._weightless:
+        if self._weights_dropped:
             raise Refused(
-                f"{count} sequences", why="the engine has let go of its weights", hint="commit a version first"
+                f"{count} sequences", why="the engine has released its weights", hint="commit a version first"
             )
         if len(set(ids)) < len(ids) or any(i in self._members for i in ids):
             raise Refused(f"requests {ids[:8]}", why="one of these numbers is in the engine already")
@@ -128,47 +130,52 @@ class EmbeddedEngine:
                 routing=self.routing,
                 image_processor=self.image_processor,
             )
-        members = [Member(request, m, self.routing) for request in requests for m in range(len(request.seeds))]
+        sequences = [
+            DecodedSequence(request, m, self.routing) for request in requests for m in range(len(request.seeds))
+        ]
         self._members.update((r.id, len(r.seeds)) for r in requests)
-        self._asked += sum(one.request.max_new_tokens - len(one.tokens) for one in members)
-        self._inbox.put(lambda: self._decoder.add(members))
+        self._requested += sum(one.request.max_new_tokens - len(one.tokens) for one in sequences)
+        self._inbox.put(lambda: self._decoder.add(sequences))
 
     def abort(self, request: int) -> None:
         self._inbox.put(lambda: self._decoder.abort(request))
 
     async def pause(self, why: str) -> None:
-        def stop() -> None:
+        def pause() -> None:
             self._paused = why or "paused"
-            self._tell(self._decoder.report(everything=True))
+            self._report(self._decoder.report(everything=True))
 
-        await self._at_boundary("pause", stop)
+        await self._at_boundary("pause", pause)
 
     async def resume(self) -> None:
-        def go_on() -> None:
+        def resume() -> None:
             self._paused = ""
 
-        await self._at_boundary("resume", go_on)
+        await self._at_boundary("resume", resume)
 
     async def prepare(self, source: WeightSource) -> None:
-        await self._preparing.acquire()
-        work = asyncio.get_running_loop().create_task(self._fill_standby(source))
-        try:
-            await asyncio.shield(work)
-        except asyncio.CancelledError:
-            # A thread cannot be cancelled: the lock stays with it as long as it writes.
-            work.add_done_callback(lambda done: done.cancelled() or done.exception())
-            raise
-
-    async def _fill_standby(self, source: WeightSource) -> None:
-        """Lets go of the lock that its caller has taken."""
-        try:
+        async def fetch() -> None:
             self._prepared = None
             if self._released:
                 raise Refused(f"policy version {source.record.version}", why="the engine's memory is released")
             await asyncio.to_thread(self._fetch, source)
             self._prepared = source.record
-        finally:
-            self._preparing.release()
+
+        await fetch_locked(self._preparing, fetch)
+
+    def _fetch(self, source: WeightSource) -> None:
+        """Fill the standby buffer, which the engine's thread does not use. Blocks."""
+        weights, manifest = self._decoder.weights, source.manifest
+        weights.check(manifest.layout)
+        delta = manifest.payload != "full"
+        if delta and manifest.base != self._decoder.version:
+            raise Refused(
+                f"policy version {manifest.version}",
+                why=f"its {manifest.payload} applies to version {manifest.base}, here is {self._decoder.version}",
+                hint="fetch it in full",
+            )
+        source.copy_into(weights.standby(base=delta))
+        weights.load()
 
     async def commit(self, record: VersionRecord, kv: KvPolicy) -> Swap:
         async with self._preparing:
@@ -182,7 +189,7 @@ class EmbeddedEngine:
                 return Swap(record.version, time.monotonic() - began, recomputed)
 
             swapped = await self._at_boundary(f"swap to policy version {record.version}", swap, fatal=True)
-            self._weightless = False
+            self._weights_dropped = False
             return swapped
 
     def load(self) -> EngineLoad:
@@ -194,8 +201,8 @@ class EmbeddedEngine:
             waiting=max(0, sum(self._members.values()) - running),
             tokens_generated=decoder.tokens,
             swaps=decoder.swaps,
-            outstanding_tokens=self._asked - decoder.settled,
-            # A sequence has a row of its own until it ends, and one that waits has nothing in the cache: more of them
+            outstanding_tokens=self._requested - decoder.resolved,
+            # A running sequence has a cache row of its own and a waiting one has nothing in the cache: more sequences
             # take no room from others, however many rows are in use.
             kv_used=0.0,
             paused=self._paused,
@@ -210,7 +217,7 @@ class EmbeddedEngine:
                     hint="pause() does not end them: wait for them, or abort them",
                 )
             self._released, self._prepared = True, None
-            self._weightless = self._weightless or not keep_weights
+            self._weights_dropped = self._weights_dropped or not keep_weights
             await self._at_boundary("release of memory", lambda: self._decoder.release(keep_weights=keep_weights))
 
     async def resume_memory(self) -> None:
@@ -223,21 +230,7 @@ class EmbeddedEngine:
         self._inbox.put(lambda: None)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, timeout_s)
-        self._let_go("closed")
-
-    def _fetch(self, source: WeightSource) -> None:
-        """Blocking; only the standby buffer is touched, which the thread does not use."""
-        weights, manifest = self._decoder.weights, source.manifest
-        weights.check(manifest.layout)
-        delta = manifest.payload != "full"
-        if delta and manifest.base != self._decoder.version:
-            raise Refused(
-                f"policy version {manifest.version}",
-                why=f"its {manifest.payload} applies to version {manifest.base}, here is {self._decoder.version}",
-                hint="fetch it in full",
-            )
-        source.copy_into(weights.standby(base=delta))
-        weights.load()
+        self._fail_calls("closed")
 
     def _check_running(self, what: str) -> None:
         if self._failure is not None or self._thread is None or self._closing.is_set():
@@ -245,10 +238,10 @@ class EmbeddedEngine:
             raise EngineEnded(what, why=why, hint="its role starts a new one")
 
     async def _at_boundary(self, what: str, action: Callable[[], T], *, fatal: bool = False) -> T:
-        """Have the thread do something between two forward passes.
+        """Run `action` on the engine's thread between two forward passes.
 
         Args:
-            fatal: what `action` raises ends the engine before another forward pass, too.
+            fatal: an error of `action` also ends the engine, before another forward pass.
 
         Raises:
             DeadlineExceeded: no token boundary came. Refused: the engine does not run. Whatever `action` raises.
@@ -269,7 +262,7 @@ class EmbeddedEngine:
         self._calls.add(answer)
         self._inbox.put(run)
         try:
-            # Not wait_for, which forgets a cancellation that comes together with the answer.
+            # Not wait_for, which swallows a cancellation that comes together with the answer.
             async with asyncio.timeout(BOUNDARY_TIMEOUT_S):
                 return await asyncio.wrap_future(answer)
         except TimeoutError:
@@ -281,52 +274,48 @@ class EmbeddedEngine:
         finally:
             self._calls.discard(answer)
 
-    def _let_go(self, why: str) -> None:
-        """Nobody will answer the calls that are under way."""
+    def _fail_calls(self, why: str) -> None:
         for call in self._calls:
             if not call.done():
                 call.set_exception(Refused("a call to the engine", why=f"it ended meanwhile: {why}"))
 
     def _fail(self, error: BaseException) -> None:
-        """On the event loop."""
+        """End the engine; called on the event loop."""
         self._failure = error
         self._closing.set()
-        self._let_go(f"{type(error).__name__}: {error}")
+        self._fail_calls(f"{type(error).__name__}: {error}")
         self._on_failure(error)
 
-    def _work(self) -> None:
-        """The engine's thread."""
+    # --- the engine's thread
+
+    def _run(self) -> None:
         try:
             with torch.inference_mode(), denormals_flushed():
                 while not self._closing.is_set():
-                    self._take_calls(block=bool(self._paused) or self._decoder.idle)
+                    with suppress(queue.Empty):
+                        wait = bool(self._paused) or self._decoder.idle
+                        self._inbox.get(block=wait, timeout=IDLE_WAIT_S)()
+                        while True:
+                            self._inbox.get_nowait()()
                     if self._paused:
-                        self._tell(self._decoder.report())  # what was aborted meanwhile
+                        self._report(self._decoder.report())  # sequences that were aborted meanwhile
                     elif not self._decoder.idle:
-                        self._tell(self._decoder.turn())
-        except BaseException as error:  # noqa: BLE001 - the thread's only way to tell its owner
-            self._on_loop(self._fail, error)
+                        self._report(self._decoder.step())
+        except BaseException as error:  # noqa: BLE001 - the only way for the thread to report it
+            self._call_on_loop(self._fail, error)
 
-    def _take_calls(self, *, block: bool) -> None:
-        try:
-            self._inbox.get(block=block, timeout=IDLE_WAIT_S)()
-            while True:
-                self._inbox.get_nowait()()
-        except queue.Empty:
-            return
-
-    def _tell(self, chunks: list[Chunk]) -> None:
+    def _report(self, chunks: list[Chunk]) -> None:
         if chunks:
-            self._on_loop(self._deliver, chunks)
+            self._call_on_loop(self._deliver, chunks)
 
-    def _on_loop(self, function: Callable[..., Any], *args: Any) -> None:
+    def _call_on_loop(self, function: Callable[..., Any], *args: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # the loop is closed: nobody is left to tell
+        except RuntimeError:  # the loop is closed
             self._closing.set()
 
     def _deliver(self, chunks: list[Chunk]) -> None:
-        """On the event loop."""
+        """Give chunks to the sink; called on the event loop."""
         for chunk in chunks:
             if chunk.finish_reason:
                 self._members[chunk.request] -= 1
@@ -334,6 +323,6 @@ class EmbeddedEngine:
                     del self._members[chunk.request]
         try:
             self._sink(chunks)
-        except Exception as error:  # noqa: BLE001 - a chunk that nobody took is lost: its owner must know
+        except Exception as error:  # noqa: BLE001 - the chunks are lost: the engine's owner must know
             if not self._closing.is_set():
                 self._fail(error)

@@ -25,13 +25,13 @@ NO_EXPERT = -1
 """In a layer that has no experts."""
 MAX_EXPERTS = 1 << 15
 PART_TOKENS = 64
-"""Tokens between two parts of a sequence with rows that nobody looks at while it is made: SGLang tells rows at a
-segment's end alone, so that each part is a segment of its own there."""
+"""Tokens between two parts of a sequence with rows whose tokens nobody streams. SGLang reports rows at the end of a
+segment only, so that each part is a segment of its own there."""
 HINT = "leave roles.rollout.routing out, or train a mixture of experts of the Qwen3-MoE family"
 
 
 class RoutingShape(msgspec.Struct, frozen=True):
-    """What a model's rows look like.
+    """Shape of a model's rows.
 
     Attributes:
         layers: of the model, those without experts among them.
@@ -47,27 +47,27 @@ class RoutingShape(msgspec.Struct, frozen=True):
         return 2 * self.layers * self.chosen
 
     def rows(self, *parts: bytes | bytearray) -> NDArray[np.int16]:
-        """Rows that are told in bytes, one part behind the other, as int16 [rows, layers, k]."""
+        """Decode rows, given as consecutive parts in bytes, to int16 [rows, layers, k]."""
         return np.frombuffer(b"".join(parts), "<i2").astype(np.int16).reshape(-1, self.layers, self.chosen)
 
 
-class Rows:
-    """Routing rows of one member in an engine.
+class RowBuffer:
+    """Routing rows of one member in an engine, as bytes.
 
     Args:
-        had: rows of the tokens of its partial.
+        rows: of the tokens of its partial.
     """
 
-    __slots__ = ("_prompt", "_size", "_tokens")
+    __slots__ = ("_prompt", "_row_bytes", "_tokens")
 
-    def __init__(self, shape: RoutingShape, had: bytes = b"") -> None:
-        self._size = shape.row_bytes
-        self._tokens = bytearray(had)
+    def __init__(self, shape: RoutingShape, rows: bytes = b"") -> None:
+        self._row_bytes = shape.row_bytes
+        self._tokens = bytearray(rows)
         self._prompt = b""
 
     def __len__(self) -> int:
-        """Tokens that have their row."""
-        return len(self._tokens) // self._size
+        """Number of tokens that have their row."""
+        return len(self._tokens) // self._row_bytes
 
     def set_prompt(self, rows: bytes) -> None:
         """Set the rows of the positions before the prompt's last."""
@@ -77,35 +77,35 @@ class Rows:
         """Append the rows of the next tokens."""
         self._tokens += rows
 
-    def of(self, start: int, end: int) -> bytes:
-        """Rows of these tokens."""
-        return bytes(self._tokens[start * self._size : end * self._size])
+    def get(self, start: int, end: int) -> bytes:
+        """Return the rows of these tokens."""
+        return bytes(self._tokens[start * self._row_bytes : end * self._row_bytes])
 
     def take_prompt(self) -> bytes:
-        """Rows of the prompt, once."""
+        """Return the prompt's rows, once."""
         rows, self._prompt = self._prompt, b""
         return rows
 
 
-def settled(experts: NDArray[Any], without: Sequence[int]) -> NDArray[np.int16]:
-    """Experts as a model chose them, [..., layers, k] of any integers in any order, as rows.
+def canonical_rows(experts: NDArray[Any], dense: Sequence[int]) -> NDArray[np.int16]:
+    """Convert the experts that a model chose, [..., layers, k] of any integers in any order, to rows.
 
     Args:
-        without: layers that have no experts.
+        dense: layers that have no experts.
     """
-    # Which of them weighs most is the gate's own affair, and not told by every engine.
+    # Sorted, because not every engine reports which of them has the greatest weight.
     rows: NDArray[np.int16] = np.sort(experts.astype(np.int16), axis=-1)
-    rows[..., list(without), :] = NO_EXPERT
+    rows[..., list(dense), :] = NO_EXPERT
     return rows
 
 
-def told(rows: NDArray[np.int16]) -> bytes:
-    """Rows in bytes, little-endian."""
+def encode_rows(rows: NDArray[np.int16]) -> bytes:
+    """Return rows as bytes, little-endian."""
     return rows.astype("<i2", copy=False).tobytes()
 
 
 def sparse_layers(folder: Path) -> tuple[RoutingShape, tuple[bool, ...]]:
-    """Shape of a model's rows by its config.json, and which of its layers have experts.
+    """Return the shape of a model's rows, and which of its layers have experts, from its config.json.
 
     Raises:
         Refused: it has none, or how it routes is not known.

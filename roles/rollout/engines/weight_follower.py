@@ -1,33 +1,35 @@
-"""An engine's way through the versions: each is whole on it, or the engine ends."""
+"""Brings an engine from one committed policy version to the next, each whole or not at all.
+
+    fetching -> verified -> swapped -> acknowledged | removed(reason)
+
+`WeightFollower` runs beside the engine and does what `VersionMachine`, a pure state machine, decides. An engine reports
+a version only after its own copy was verified and it samples from that copy. An engine that cannot get there ends,
+and its successor starts at the committed version. The counterpart beside the trainer is
+`training.publication.engine_tracker`; neither waits for the other, the registry stands between them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable
+from typing import Literal, TypeAlias
+
+import msgspec
 
 from relax_rt.interfaces.role import RoleContext
-from relax_rt.roles.rollout.engines.base import Engine, KvPolicy
-from relax_rt.roles.rollout.engines.base import Swap as Swapped
-from relax_rt.roles.rollout.engines.version_machine import (
-    AcknowledgeVersion,
-    Action,
-    FetchFailure,
-    FetchVersion,
-    RemoveEngine,
-    SwapVersion,
-    VersionMachine,
-    VersionOvertaken,
-    WaitForVersion,
-)
+from relax_rt.roles.rollout.engines.base import Engine, KvPolicy, Swap
 from relax_rt.roles.rollout.engines.weight_sources import MakeSource, source_for
 from relax_rt.roles.training.publication.settings import PublicationTable
-from relax_rt.transport.base.versions import VersionRecord
+from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.weights.source import WeightSource
 
-WATCH_S = 20.0
 RETRY_S = 0.2
+
+FetchFailure = Literal["gone", "corrupt", "refused", "failed"]
+"""gone: the version cannot be fetched now, or never again; corrupt: the bytes differ; refused: they do not fit this
+engine, and never will; failed: anything else."""
 
 
 class EngineRemoved(RelaxError):
@@ -38,29 +40,29 @@ class WeightFollower:
     """Keeps an engine at committed versions: fetch and verify in the background, swap at a token boundary.
 
     The engine serves nothing before the first version is whole on it. It has publication.ack_timeout_s to get from one
-    to the next: an engine that is stuck ends itself, so that nobody has to find out about it and it is restarted.
+    version to the next: a stuck engine ends itself, so that it is restarted and nobody else has to find out about it.
 
     Args:
-        kv: what becomes of the cache at a swap.
-        source: where versions come from; unless given, by the config and by where this node is.
+        kv: whether the cache is kept or recomputed at a swap.
+        source: where versions come from; by default as the config and the place of this node say.
     """
 
     def __init__(
         self, ctx: RoleContext, engine: Engine, kv: KvPolicy = "keep", source: MakeSource | None = None
     ) -> None:
         self._ctx, self._engine, self._kv = ctx, engine, kv
-        self._source = source or source_for(ctx)
+        self._make_source = source or source_for(ctx)
         self._machine = VersionMachine(ctx.config.table(PublicationTable).ack_timeout_s)
-        self._swap, self._fetch_s = Swapped(0, 0.0, 0), 0.0
+        self._swap, self._fetch_s = Swap(0, 0.0, 0), 0.0
         self._fetched: WeightSource | None = None
-        self._empty = False
+        self._weights_released = False
         self.record = VersionRecord(0, 0, 0)
 
     async def follow(self, record: VersionRecord) -> bool:
         """Bring the engine to `record`. False when a newer version took its place before it was whole.
 
         Raises:
-            EngineOut: it cannot be whole there; the role must end.
+            EngineRemoved: it cannot be whole there; the role must end.
         """
         began = time.monotonic()
         action = self._machine.follow(record, began)
@@ -72,7 +74,11 @@ class WeightFollower:
                     action = await self._swap_in(action.record)
                 case WaitForVersion(seconds=seconds):
                     await asyncio.sleep(seconds)
-                    self._machine.committed(await self._newest())
+                    try:
+                        committed = (await self._ctx.registry.watch(0, 0.0)).committed
+                    except (Unreachable, DeadlineExceeded):
+                        committed = None
+                    self._machine.committed(committed.version if committed is not None else 0)
                     action = self._machine.tick(time.monotonic())
                 case AcknowledgeVersion():
                     await self._acknowledge(action.record, time.monotonic() - began)
@@ -86,31 +92,27 @@ class WeightFollower:
                 case None:
                     raise EngineRemoved(f"{self._ctx.who} at policy version {record.version}", why="it is out already")
 
-    async def again(self, record: VersionRecord) -> bool:
-        """`follow`, for an engine that has let go of its weights: also to the version that it had.
-
-        Raises:
-            EngineOut: see follow.
-        """
-        self._empty = True
+    async def follow_again(self, record: VersionRecord) -> bool:
+        """`follow`, for an engine that has released its weights: also to the version that it had."""
+        self._weights_released = True
         return await self.follow(record)
 
     async def _fetch(self, action: FetchVersion) -> Action | None:
         record, began = action.record, time.monotonic()
-        holds = None if action.full or self._empty or not self.record.version else self.record
-
+        # The base that a delta may apply to.
+        base = None if action.full or self._weights_released or not self.record.version else self.record
         source: WeightSource | None = None
 
         async def prepare() -> None:
             nonlocal source
-            source = await asyncio.to_thread(self._source, record, holds)
+            source = await asyncio.to_thread(self._make_source, record, base)
             await self._engine.prepare(source)
 
         failure = await self._attempt(prepare())
         now = time.monotonic()
         if failure is not None:
             if failure[0] == "refused" and source is not None and source.payload != "full":
-                failure = ("corrupt", failure[1])  # it may still fit as a whole
+                failure = ("corrupt", failure[1])  # the full version may still fit
             self._ctx.event("weights_prepare_failed", version=record.version, failure=failure[0], why=failure[1])
             self._ctx.log.warning("a version could not be prepared", version=record.version, why=failure[1])
             return self._machine.failed(record.version, *failure, now)
@@ -121,7 +123,7 @@ class WeightFollower:
         async def commit() -> None:
             self._swap = await self._engine.commit(record, self._kv)
 
-        # Whatever it was, the engine may sample from anything now.
+        # Whatever went wrong, the engine may sample from anything now.
         failure = await self._attempt(commit(), (Exception,))
         now = time.monotonic()
         if failure is not None:
@@ -129,13 +131,12 @@ class WeightFollower:
         return self._machine.swapped(record.version, self._engine.load().version, now)
 
     async def _attempt(
-        self, work: Awaitable[None], foreseen: tuple[type[Exception], ...] = (RelaxError, OSError)
+        self, work: Awaitable[None], expected: tuple[type[Exception], ...] = (RelaxError, OSError)
     ) -> tuple[FetchFailure, str] | None:
-        """Have the engine do something within its time; answers with how it failed."""
-        left = self._machine.left_s(time.monotonic())
+        """Have the engine do something within its time; return how it failed."""
         try:
-            # Not wait_for, which forgets a cancellation that comes together with the result.
-            async with asyncio.timeout(left):
+            # Not wait_for, which swallows a cancellation that comes together with the result.
+            async with asyncio.timeout(self._machine.left_s(time.monotonic())):
                 await work
         except TimeoutError:
             return "failed", f"not done within the {self._machine.timeout_s:g} s it has to get to a version"
@@ -145,12 +146,12 @@ class WeightFollower:
             return "corrupt", str(error)
         except Refused as error:
             return "refused", str(error)
-        except foreseen as error:
+        except expected as error:
             return "failed", str(error) if isinstance(error, RelaxError) else repr(error)
         return None
 
     async def _acknowledge(self, record: VersionRecord, seconds: float) -> None:
-        self.record, self._empty = record, False
+        self.record, self._weights_released = record, False
         source = self._fetched
         facts = {
             "version": record.version,
@@ -166,31 +167,167 @@ class WeightFollower:
         self._ctx.log.info("weights swapped", **facts)
         await self._ctx.ready(record.version)
 
-    async def _newest(self) -> int:
-        """The newest committed version; what is known where the registry is away."""
-        try:
-            changes = await self._ctx.registry.watch(0, 0.0)
-        except (Unreachable, DeadlineExceeded):
-            return 0
-        return changes.committed.version if changes.committed is not None else 0
-
 
 class EngineFailure:
-    """Carries a failure of the engine to the role, which ends with it."""
+    """Carries a failure of the engine to its role, which ends with it. Call it on the event loop."""
 
     def __init__(self) -> None:
         self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __call__(self, error: BaseException) -> None:
-        """Called on the event loop."""
         if not self._future.done():
             self._future.set_exception(error)
 
     def check(self) -> None:
-        """Raises what ended the engine, if it has: a better reason than that of who stumbled over it."""
+        """Raise what ended the engine, if it has ended: the cause, where other errors are its consequences."""
         if self._future.done():
             self._future.result()
 
     async def wait(self) -> None:
-        """Raises what ended the engine; never returns otherwise."""
+        """Raise what ended the engine; never returns otherwise."""
         await asyncio.shield(self._future)
+
+
+# --- the state machine
+
+
+class FetchVersion(msgspec.Struct, frozen=True):
+    """Prepare this version in the background of generation. `full`: no delta, the last try failed."""
+
+    record: VersionRecord
+    full: bool
+
+
+class SwapVersion(msgspec.Struct, frozen=True):
+    """Have the engine sample from the prepared version, from the next token boundary on."""
+
+    record: VersionRecord
+
+
+class AcknowledgeVersion(msgspec.Struct, frozen=True):
+    """The version is whole here: report it."""
+
+    record: VersionRecord
+
+
+class WaitForVersion(msgspec.Struct, frozen=True):
+    """Look for a newer version, and tick again after this time."""
+
+    seconds: float
+
+
+class VersionOvertaken(msgspec.Struct, frozen=True):
+    """The version is gone, and a newer one is committed. The engine is unchanged."""
+
+    record: VersionRecord
+
+
+class RemoveEngine(msgspec.Struct, frozen=True):
+    """The engine must end: nothing may be routed to it, and its successor starts anew."""
+
+    record: VersionRecord
+    why: str
+
+
+Action: TypeAlias = FetchVersion | SwapVersion | AcknowledgeVersion | WaitForVersion | VersionOvertaken | RemoveEngine
+
+
+class VersionMachine:
+    """Decides what an engine does next to get from one version to the next.
+
+    Every event returns the one action to take next, or None if the event is outdated. Times are monotonic seconds of
+    the caller's clock.
+
+    Args:
+        timeout_s: time to get from one whole version to the next. Versions that were overtaken on the way count
+            towards it: newer versions must not give an engine that cannot load any more and more time.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.state: Literal["idle", "fetching", "pausing", "swapping", "out"] = "idle"
+        self.whole: VersionRecord | None = None
+        self._target = VersionRecord(ROOT, ROOT, 0)
+        self._committed = ROOT
+        self._began = self._spent_s = 0.0
+        self._full = False
+        self._why = ""
+
+    def left_s(self, now: float) -> float:
+        """Return the time until the engine is removed unless it gets to the version."""
+        return max(0.0, self._began + self.timeout_s - self._spent_s - now)
+
+    def follow(self, record: VersionRecord, now: float) -> Action | None:
+        """A version was committed that this engine must get to."""
+        if self.state != "idle":
+            return None
+        self._target, self._began, self._full, self._why = record, now, False, ""
+        self._committed = max(self._committed, record.version)
+        return self._fetch()
+
+    def committed(self, version: int) -> None:
+        """Note a newer committed version."""
+        self._committed = max(self._committed, version)
+
+    def fetched(self, version: int, now: float) -> Action | None:
+        """The engine's private copy is there and verified."""
+        if self.state != "fetching" or version != self._target.version:
+            return None
+        if self._is_late(now):
+            return self._remove_late()
+        self.state = "swapping"
+        return SwapVersion(self._target)
+
+    def failed(self, version: int, failure: FetchFailure, why: str, now: float) -> Action | None:
+        """The fetch or the swap failed."""
+        if version != self._target.version or self.state not in ("fetching", "swapping"):
+            return None
+        if self.state == "swapping":
+            # It may sample from anything now.
+            return self._remove(f"the swap failed: {why}")
+        if failure in ("refused", "failed"):
+            return self._remove(why)
+        self._why, self._full = why, True
+        if self._is_late(now):
+            return self._remove_late()
+        self.state = "pausing"
+        return WaitForVersion(min(RETRY_S, self.timeout_s))
+
+    def tick(self, now: float) -> Action | None:
+        """Time has passed."""
+        if self.state in ("idle", "out"):
+            return None
+        if self._is_late(now):
+            return self._remove_late()
+        if self.state == "pausing" and self._committed > self._target.version:
+            self.state = "idle"
+            self._spent_s += now - self._began
+            return VersionOvertaken(self._target)
+        return self._fetch() if self.state == "pausing" else None
+
+    def swapped(self, version: int, loaded: int, now: float) -> Action | None:
+        """The engine reports that it has swapped; `loaded` is the version that it says it samples from."""
+        if self.state != "swapping" or version != self._target.version:
+            return None
+        if loaded != version:
+            return self._remove(f"it answered that it swapped, and samples from version {loaded}")
+        if self._is_late(now):
+            return self._remove_late()
+        self.state, self.whole, self._spent_s = "idle", self._target, 0.0
+        return AcknowledgeVersion(self._target)
+
+    def _is_late(self, now: float) -> bool:
+        return self._spent_s + now - self._began > self.timeout_s
+
+    def _fetch(self) -> FetchVersion:
+        self.state = "fetching"
+        return FetchVersion(self._target, self._full)
+
+    def _remove_late(self) -> RemoveEngine:
+        doing = {"fetching": "being fetched", "pausing": "tried again", "swapping": "being swapped in"}[self.state]
+        last = f"; last: {self._why}" if self._why else ""
+        return self._remove(f"not whole after {self.timeout_s:g} s, it was still {doing}{last}")
+
+    def _remove(self, why: str) -> RemoveEngine:
+        self.state = "out"
+        return RemoveEngine(self._target, why)

@@ -19,7 +19,7 @@ from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.publication.settings import PublicationTable
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError, Unreachable
-from relax_rt.transport.weights.broadcast.receivers import Receiver
+from relax_rt.transport.weights.broadcast.receivers import BroadcastReceiver
 from relax_rt.transport.weights.directory import DirectorySource
 from relax_rt.transport.weights.manifest import Manifest, StageApi, check_manifest
 from relax_rt.transport.weights.source import WeightSource, stage_source
@@ -224,12 +224,12 @@ class FallbackSource:
         self._use(second)
 
 
-def receiver_of(ctx: RoleContext) -> Receiver:
+def receiver_of(ctx: RoleContext) -> BroadcastReceiver:
     """What an engine receives broadcasts with; its memory is made with the first receiver."""
     from relax_rt.transport.weights.broadcast.source import DeviceReceiveBuffer, HostReceiveBuffer
 
     nccl = communicator_of(ctx.config) == "nccl"
-    return Receiver(
+    return BroadcastReceiver(
         offers_folder(ctx),
         ctx.who.slot,
         ctx.who.epoch,

@@ -1,22 +1,32 @@
-"""Admission control of generation: how many sequences an engine takes, and which callers go first. Pure.
+"""Admission control of generation: how many sequences an engine runs, and which callers go first.
 
 Two limits, both driven by the load of the engines:
 
 - `EngineCap` bounds the sequences of one engine by the use of its KV cache. It runs beside the engine: a rollout asks
-  it before it begins groups of its own and before it accepts a routed request.
-- `FairAdmission` decides which calls of many clients run, which wait and which are refused. `AdmissionQueue` in
-  `router.router` carries out what it decides; the HTTP gateway uses that.
+  it before it starts groups of its own and before it accepts a routed request.
+- `FairAdmission`, a pure state machine, decides which calls of many clients run, wait or are rejected. The HTTP gateway
+  uses it through `AdmissionQueue`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import heapq
+import itertools
+import logging
 from collections import Counter, OrderedDict
-from typing import Literal
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from relax_rt.transport.rpc.errors import Refused
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
 
 
 class CapLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,7 +241,7 @@ class FairAdmission:
 
     # --- events
 
-    def arrive(self, now: float, number: int, group: str, sequences: int = 1) -> list[AdmissionAction]:
+    def submit(self, now: float, number: int, group: str, sequences: int = 1) -> list[AdmissionAction]:
         """Queue a new call; `number` must be new, `sequences` at least one."""
         self.counts["arrived"] += 1
         actions: list[AdmissionAction] = []
@@ -245,7 +255,7 @@ class FairAdmission:
         self._enqueue(_QueuedCall(number, group, sequences, now), first=False)
         return actions + self._admit()
 
-    def leave(self, now: float, number: int) -> list[AdmissionAction]:
+    def finish(self, now: float, number: int) -> list[AdmissionAction]:
         """Forget a call that has ended or was cancelled; without effect if it is unknown."""
         if (call := self._waiting.get(number)) is not None:
             self._dequeue(call)
@@ -398,3 +408,117 @@ class FairAdmission:
         """With an estimate of the time until the waiting calls will have been admitted, 1 to 60 s."""
         self.counts["rejected"] += 1
         return Reject(number, why, min(60.0, max(1.0, self.waiting * self._gap_s)))
+
+
+# --- for callers
+
+
+class AdmissionRejected(Refused):
+    """A call was not admitted: too many wait, or it waited for too long."""
+
+    retry_after_s: float = 1.0
+
+
+class _AdmissionWait:
+    """One call of `AdmissionQueue`: a future for each time that it waits and runs."""
+
+    def __init__(self) -> None:
+        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.preempted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class AdmissionQueue:
+    """Makes calls of many clients wait for admission, as `FairAdmission` decides. Use with `async with`.
+
+    Args:
+        load: load of the engines, `Router.load`.
+    """
+
+    def __init__(self, limits: AdmissionLimits, load: Callable[[], FleetLoad]) -> None:
+        self.core = FairAdmission(limits)
+        self._load = load
+        self._numbers = itertools.count(1)
+        self._waits: dict[int, _AdmissionWait] = {}
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> AdmissionQueue:
+        self._ticking = asyncio.create_task(self._tick())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
+
+    async def run(self, group: str, work: Callable[[Callable[[], bool]], Awaitable[T]], *, sequences: int = 1) -> T:
+        """Wait for admission and do the work; start it anew each time it is preempted.
+
+        Args:
+            group: unit of fairness.
+            work: gets `pin`, which it calls before it does what must not be done twice. False: the call was preempted
+                and is about to be cancelled.
+            sequences: how many the work generates.
+
+        Raises:
+            AdmissionRejected: too many calls wait, or this one waited for too long.
+        """
+        number, wait = next(self._numbers), _AdmissionWait()
+        self._waits[number] = wait
+        self._do(self.core.submit(self._now(), number, group, sequences))
+        try:
+            while True:
+                await wait.admitted
+                task = asyncio.ensure_future(work(lambda: self.core.pin(number)))
+                try:
+                    either: list[asyncio.Future[Any]] = [task, wait.preempted]
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                    if task.done() or not wait.preempted.done():
+                        return await task
+                finally:
+                    await _cancel(task)
+                wait.preempted = asyncio.get_running_loop().create_future()
+        finally:
+            del self._waits[number]
+            for future in (wait.admitted, wait.preempted):
+                future.cancel()
+            self._do(self.core.finish(self._now(), number))
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _do(self, actions: list[AdmissionAction]) -> None:
+        for action in actions:
+            if (wait := self._waits.get(action.number)) is None:
+                continue
+            match action:
+                case Admit() if not wait.admitted.done():
+                    wait.admitted.set_result(None)
+                case Reject(_, why, retry_after_s) if not wait.admitted.done():
+                    error = AdmissionRejected("too much to do", why=why)
+                    error.retry_after_s = retry_after_s
+                    wait.admitted.set_exception(error)
+                case Preempt():
+                    wait.admitted = asyncio.get_running_loop().create_future()
+                    if not wait.preempted.done():
+                        wait.preempted.set_result(None)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                self._do(self.core.tick(self._now(), self._load()))
+            except Exception:
+                # Without ticks no wait would ever end.
+                log.exception("admission control")
+
+
+async def _cancel(task: asyncio.Future[T]) -> None:
+    """Cancel a task and wait until it has ended.
+
+    Not by awaiting it: a cancellation of the caller meanwhile must not be taken for the task's own end.
+    """
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()

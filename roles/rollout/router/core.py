@@ -17,8 +17,8 @@ from typing import Literal
 
 import msgspec
 
-from relax_rt.roles.data.media.pictures import ImageSpan
-from relax_rt.roles.rollout.engines.base import extend_spans, odd_sampling
+from relax_rt.roles.data.media.images import ImageSpan
+from relax_rt.roles.rollout.engines.base import extend_spans, invalid_sampling
 from relax_rt.roles.rollout.router.fleet import EngineEntry, Fleet, HealthLimits
 from relax_rt.roles.rollout.router.interface import EngineReport, SequenceRequest, SequenceUpdate
 from relax_rt.transport.base.versions import VersionRecord
@@ -70,18 +70,15 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A sequence to generate, as a caller of the router asks for it.
 
     Attributes:
-        prompt: token ids.
         seed, temperature, stop_ids: as in GroupRequest.
-        max_new_tokens: length at most.
-        timeout_s: it ends by then, finished or not.
+        timeout_s: the request ends by then, finished or not.
         lag: publications that the engine's weights may be behind the committed ones when the request is sent.
-        session: requests of one session go to one engine as long as that is not overloaded.
-        prefix: the same for those whose prompts begin alike.
-        expected_tokens: length that it will probably have; 0: max_new_tokens.
-        chunk_tokens: tokens of an update, about.
-        routing: return routing rows; only engines started for them have any.
-        rows_from: position of the prompt from which on rows are wanted: the caller has those before.
-        media: the pictures in the prompt; only engines whose model takes images accept them.
+        session: requests of one session go to one engine unless that is overloaded.
+        prefix: the same for requests whose prompts begin alike.
+        expected_tokens: expected length; 0: max_new_tokens.
+        chunk_tokens: approximate number of tokens in an update.
+        routing: return routing rows, of the prompt from position `rows_from` on; needs engines started for them.
+        media: the images in the prompt; only engines whose model takes images accept them.
     """
 
     prompt: tuple[int, ...]
@@ -100,15 +97,15 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     media: tuple[ImageSpan, ...] = ()
 
     def __post_init__(self) -> None:
-        # Refused here, since no engine would take it; the vocabulary is only known there.
-        odd = odd_sampling((self.seed,), self.temperature)
-        odd = odd or next(
-            (f"token {token}" for token in (*self.prompt, *self.stop_ids) if not 0 <= token < 1 << 31), ""
-        )
-        if not 0 <= self.rows_from <= max(0, len(self.prompt) - 1):
-            odd = odd or f"routing rows from position {self.rows_from} on of a prompt of {len(self.prompt)}"
-        if odd:
-            raise Refused(f"a request with {odd}", why="no engine samples with that")
+        # Refused here, because no engine would accept it; only engines know the vocabulary.
+        invalid = invalid_sampling((self.seed,), self.temperature)
+        outside = (token for token in (*self.prompt, *self.stop_ids) if not 0 <= token < 1 << 31)
+        if not invalid and (token := next(outside, None)) is not None:
+            invalid = f"token {token}"
+        if not invalid and not 0 <= self.rows_from <= max(0, len(self.prompt) - 1):
+            invalid = f"routing rows from position {self.rows_from} on of a prompt of {len(self.prompt)}"
+        if invalid:
+            raise Refused(f"a request with {invalid}", why="no engine samples with that")
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,14 +113,15 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: done; cancelled by its caller; late: its deadline passed; failed: too many engines were lost with it;
-            refused: an engine says that none could ever do it.
+            refused: an engine says that no engine could serve it.
         finish_reason: stop or length, if it is done.
-        tokens, logprobs, versions: what was made, also if it is not done; versions over positions of the completion.
-        engines: incarnations that worked on it, in turn, as ``rollout/0#3``.
+        tokens, logprobs, versions: what was generated, also if it is not done; versions over positions of the
+            completion.
+        engines: incarnations that worked on it, in order, as ``rollout/0#3``.
         why: of an outcome that is not done.
-        slow: it is late although an engine was making its tokens: it lacks time, not an engine.
-        routing: a routing row for each token, if requested. prompt_routing: those of the positions before the prompt's
-            last, from `rows_from` on.
+        slow: late although an engine was generating its tokens: more time would help, another engine would not.
+        routing, prompt_routing: routing rows, if requested: one for each token; those of the positions before the
+            prompt's last, from `rows_from` on.
     """
 
     kind: OutcomeKind
@@ -161,7 +159,7 @@ class RequestState:
         self.prompt_routing = b""
         self.assignment: Assignment | None = None
         self.acknowledged = False
-        """The assigned engine has said a word about it."""
+        """The assigned engine has sent an update for it."""
         self.heard_at = now
         self.outcome: Outcome | None = None
         self.waiting_on = "its turn"
@@ -175,17 +173,17 @@ class RequestState:
 
     @property
     def left(self) -> int:
-        """Tokens that may still come."""
+        """Number of tokens that may still come."""
         return self.wanted.max_new_tokens - len(self.tokens)
 
     @property
     def expected(self) -> int:
-        """Tokens that will probably still come, at least one."""
+        """Expected number of tokens still to come, at least one."""
         length = min(self.wanted.expected_tokens or self.wanted.max_new_tokens, self.wanted.max_new_tokens)
         return max(1, length - len(self.tokens))
 
     def assign(self, now: float, slot: str, epoch: int) -> Assignment:
-        """Give it to an engine."""
+        """Assign it to an engine."""
         assert self.outcome is None and self.assignment is None
         self._attempts += 1
         self.assignment, self.acknowledged = Assignment(self._attempts, slot, epoch), False
@@ -193,7 +191,7 @@ class RequestState:
         return self.assignment
 
     def add(self, now: float, update: SequenceUpdate) -> str:
-        """Apply an update of the present attempt; returns why it does not fit, and then has changed nothing."""
+        """Apply an update of the current attempt. Return why it does not fit; then nothing has changed."""
         self.heard_at = now
         if mismatch := self._mismatch(update):
             return mismatch
@@ -250,7 +248,7 @@ class RequestState:
         return ""
 
     def engine_lost(self, why: str) -> None:
-        """Take it back from a lost engine; it fails if those were too many, or one was lost too often."""
+        """Unassign it from a lost engine; it fails after too many losses."""
         assert self.assignment is not None
         self.lost_with.add((self.assignment.slot, self.assignment.epoch))
         self.unassign(why)
@@ -259,20 +257,20 @@ class RequestState:
             self._finish("failed", why=f"{len(self.lost_with)} engines were lost with it: " + "; ".join(self.losses))
 
     def unassign(self, why: str) -> None:
-        """Take it back from an engine that does not want it: it waits again."""
+        """Unassign it from an engine that rejected it: it waits again."""
         self.assignment = None
         self.waiting_on = why
 
     def refuse(self, why: str) -> None:
-        """End it: an engine says that it can never be done."""
+        """End it: an engine says that no engine could serve it."""
         self._finish("refused", why=why)
 
     def cancel(self) -> None:
-        """End it at its caller's wish."""
+        """End it on behalf of its caller."""
         self._finish("cancelled", why="cancelled by its caller")
 
     def expire(self, *, slow: bool = False) -> None:
-        """End it at its deadline; `slow`: while an engine was making its tokens."""
+        """End it at its deadline; `slow`: while an engine was generating its tokens."""
         last = f"; it waited for {self.waiting_on}" if self.waiting_on else ""
         self._finish(
             "late", why=f"not finished in {self.wanted.timeout_s:g} s, {len(self.tokens)} tokens made{last}", slow=slow
@@ -302,8 +300,8 @@ class Candidate(msgspec.Struct, frozen=True):
     """An engine with room.
 
     Attributes:
-        outstanding: tokens that it still has to make, at most.
-        longs: long sequences among them, as far as we sent them.
+        outstanding: upper bound of the tokens that it still has to generate.
+        longs: number of long sequences that this router has sent to it.
     """
 
     slot: str
@@ -312,13 +310,13 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What the choice considers of a request.
+    """What `choose` considers of a request.
 
     Attributes:
         name: of the request; breaks ties.
-        expected: tokens it will make.
-        affinity: key whose requests should share an engine; empty: none.
-        long: it is expected to outlast the others.
+        expected: tokens that it will generate.
+        affinity: requests with the same key should share an engine; empty: none.
+        long: expected to outlast the others.
     """
 
     name: str
@@ -328,11 +326,11 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 def choose(demand: Demand, candidates: Sequence[Candidate]) -> str:
-    """The slot of the engine that gets the request; empty without candidates. The same facts give the same choice.
+    """Return the slot of the engine that gets the request; empty without candidates. Deterministic.
 
     Without affinity, the engine with the fewest outstanding tokens. With one (a session, a shared prefix), the engine
-    that rendezvous hashing names, so that its prefix cache serves, unless it is loaded beyond its share. A long request
-    goes where the fewest long ones are: a batch ends with its longest sequence.
+    that rendezvous hashing names, so that its prefix cache is used, unless it is loaded beyond its share. A long
+    request goes where the fewest long ones are: a batch ends with its longest sequence.
     """
     if not candidates:
         return ""
@@ -379,7 +377,7 @@ class LengthAverage:
 
 
 class StartAttempt(msgspec.Struct, frozen=True):
-    """Have an engine begin or resume a sequence."""
+    """Have an engine start or resume a sequence."""
 
     number: int
     assignment: Assignment
@@ -387,7 +385,7 @@ class StartAttempt(msgspec.Struct, frozen=True):
 
 
 class CancelAttempt(msgspec.Struct, frozen=True):
-    """Close an attempt's stream: its engine is to end the sequence."""
+    """Close an attempt's stream, so that its engine ends the sequence."""
 
     number: int
     assignment: Assignment
@@ -465,7 +463,7 @@ class RouterCore:
         return request.number, self._dispatch(now)
 
     def cancel(self, now: float, number: int) -> list[RouterAction]:
-        """End a request at its caller's wish; without effect if it has its outcome."""
+        """End a request on behalf of its caller; without effect if it has its outcome."""
         if (request := self.requests.get(number)) is not None:
             self._cancel_attempt(request)
             request.cancel()
@@ -475,7 +473,7 @@ class RouterCore:
     def on_members(
         self, now: float, members: Iterable[EngineEntry], versions: Sequence[VersionRecord]
     ) -> list[RouterAction]:
-        """Take over the registry's list of engines and the committed versions (at least the new ones)."""
+        """Apply the registry's list of engines and the committed versions (at least the new ones)."""
         self.fleet.on_committed(versions)
         self.fleet.on_members(now, members)
         self._revoke(now)
@@ -489,12 +487,19 @@ class RouterCore:
             request.acknowledged = True
             self.fleet.acknowledge(request.assignment.slot, request.assignment.epoch)
         self.fleet.on_report(now, request.assignment.slot, update.report)
-        place, before = self._answering(now, request, update.report.epoch), len(request.tokens)
-        older = f"an older incarnation, #{update.report.epoch}, answers" if update.report.epoch < place.epoch else ""
+        place, epoch, before = request.assignment, update.report.epoch, len(request.tokens)
+        if epoch > place.epoch:
+            # A new incarnation took over the slot's address before the stream was opened.
+            self.fleet.unassign(place.slot, place.epoch, acknowledged=True)
+            place = request.assignment = Assignment(place.attempt, place.slot, epoch)
+            self.fleet.assign(now, place.slot, epoch)
+            self.fleet.acknowledge(place.slot, epoch)
+            self._loads.note(request)
+        older = f"an older incarnation, #{epoch}, answers" if epoch < place.epoch else ""
         mismatch = older or request.add(now, update)
         self._loads.note(request)
         if mismatch:
-            # Cancelled, too: the engine thinks that it still has the sequence.
+            # Cancel it as well: the engine believes that it still has the sequence.
             self._lose(now, request, f"{place.slot}#{place.epoch}: {mismatch}", cancel=True)
             return self._dispatch(now)
         if update.tokens:
@@ -508,15 +513,15 @@ class RouterCore:
             reason = update.rejected or "aborted"
             self.counts[f"rejected_{reason}"] += 1
             if reason != "full" or update.report.room > 0:
-                # What is known of the engine says that it accepts: wait for its next report before asking again.
+                # By its last report the engine has room: wait for the next report before asking it again.
                 self.fleet.back_off(now, place.slot, self.limits.full_s)
             self._release(request, ended=True)
-            request.unassign(f"{place.slot} turned it away: {reason}")
+            request.unassign(f"{place.slot} rejected it: {reason}")
             self._waiting.add(request)
         return self._dispatch(now)
 
     def on_failure(self, now: float, number: int, attempt: int, why: str, *, never: bool = False) -> list[RouterAction]:
-        """The stream of an attempt failed; `never`: the engine says that no engine could do it."""
+        """The stream of an attempt failed; `never`: the engine says that no engine could serve it."""
         if (request := self._current(number, attempt)) is None or request.assignment is None:
             return []
         place = request.assignment
@@ -530,7 +535,7 @@ class RouterCore:
         return self._dispatch(now)
 
     def on_returned(self, now: float, number: int, attempt: int, why: str) -> list[RouterAction]:
-        """The engine of an attempt is stopping in order and has not begun it."""
+        """The engine of an attempt is stopping in order and has not started the sequence."""
         request = self._current(number, attempt)
         if request is not None and request.assignment is not None:
             self.counts["rejected_stopping"] += 1
@@ -551,7 +556,7 @@ class RouterCore:
         return self._dispatch(now)
 
     def tick(self, now: float) -> list[RouterAction]:
-        """Apply deadlines and timeouts, and probe engines; call it every now and then."""
+        """Apply deadlines and timeouts, and probe engines. Call it regularly."""
         self.fleet.tick(now)
         for request in [one for one in self.requests.values() if now >= one.deadline]:
             slow = request.assignment is not None and bool(request.tokens) and not request.waiting_on
@@ -573,7 +578,7 @@ class RouterCore:
     # --- queries
 
     def waiting_on(self) -> dict[str, int]:
-        """What requests wait for, in words, and how many for each."""
+        """Return what requests wait for, and how many wait for each."""
         assigned = (request for request in self.requests.values() if request.assignment is not None)
         found = Counter(request.waiting_on for request in assigned if request.waiting_on)
         for lag, count in self._waiting.by_lag().items():
@@ -581,22 +586,22 @@ class RouterCore:
         return dict(found)
 
     def outstanding(self, slot: str, epoch: int) -> int:
-        """Tokens that an incarnation has to make for our requests, as expected."""
+        """Return the expected tokens that an incarnation still has to generate for this router."""
         return self._loads.tokens(slot, epoch)
 
     # --- inside
 
     def _current(self, number: int, attempt: int) -> RequestState | None:
-        """The request, if this is its present attempt: what earlier ones still say does not count."""
+        """Return the request if this is its current attempt; updates of earlier attempts are ignored."""
         request = self.requests.get(number)
         if request is None or request.assignment is None or request.assignment.attempt != attempt:
             return None
         return request
 
     def _dispatch(self, now: float) -> list[RouterAction]:
-        """Assign waiting requests to engines that may have them, the oldest first; returns the actions since last time.
+        """Assign waiting requests to engines, the oldest first; return all actions since the last call.
 
-        This follows every event: its cost grows with engines and assignments, not with the requests that wait.
+        It follows every event, so that its cost must grow with engines and assignments, not with waiting requests.
         """
         fleet, first = self.fleet, self.limits.first_room
         room = [slot for slot in sorted(fleet.engines) if fleet.room(now, slot, first) > 0] if self._waiting else []
@@ -604,10 +609,22 @@ class RouterCore:
         """Lags that no engine with room serves."""
         while room and (number := self._waiting.first(hopeless)):
             request = self.requests[number]
-            candidates = [self._candidate(slot) for slot in room if fleet.routable(slot, request.wanted.lag)]
-            # An engine that was lost with it once is the last resort.
+            wanted = request.wanted
+            candidates: list[Candidate] = []
+            for slot in room:
+                if fleet.routable(slot, wanted.lag):
+                    engine = fleet.engines[slot]
+                    # The report also counts what others have sent there, but may be older than our last assignments.
+                    reported = engine.report.outstanding_tokens if engine.report is not None else 0
+                    ours = self._loads.tokens(slot, engine.epoch)
+                    candidates.append(Candidate(slot, max(ours, reported), self._loads.longs(slot, engine.epoch)))
+            # An engine that was lost with this request once is the last resort.
             others = [c for c in candidates if (c.slot, fleet.engines[c.slot].epoch) not in request.lost_with]
-            slot = choose(_demand(request), others or candidates)
+            affinity = f"session {wanted.session}" if wanted.session else ""
+            if wanted.prefix and not affinity:
+                affinity = prefix_key(wanted.prompt)
+            demand = Demand(str(request.number), request.expected, affinity, request.long)
+            slot = choose(demand, others or candidates)
             if not slot:
                 hopeless.add(request.wanted.lag)
                 continue
@@ -616,13 +633,6 @@ class RouterCore:
                 room.remove(slot)
         actions, self._actions = self._actions, []
         return actions
-
-    def _candidate(self, slot: str) -> Candidate:
-        engine = self.fleet.engines[slot]
-        # Its report also counts what others have sent there, but may be older than what we sent.
-        reported = engine.report.outstanding_tokens if engine.report is not None else 0
-        ours = self._loads.tokens(slot, engine.epoch)
-        return Candidate(slot, max(ours, reported), self._loads.longs(slot, engine.epoch))
 
     def _assign(self, now: float, request: RequestState, slot: str) -> None:
         engine, wanted = self.fleet.engines[slot], request.wanted
@@ -665,20 +675,8 @@ class RouterCore:
         which = "an engine" if self.fleet.frozen else f"an engine at version {version}{near}"
         return f"{which}: {states}"
 
-    def _answering(self, now: float, request: RequestState, epoch: int) -> Assignment:
-        """The incarnation that answers: a new one may have taken the slot's address before the stream was opened."""
-        place = request.assignment
-        assert place is not None
-        if epoch > place.epoch:
-            self.fleet.unassign(place.slot, place.epoch, acknowledged=True)
-            place = request.assignment = Assignment(place.attempt, place.slot, epoch)
-            self.fleet.assign(now, place.slot, epoch)
-            self.fleet.acknowledge(place.slot, epoch)
-            self._loads.note(request)
-        return place
-
     def _revoke(self, now: float) -> None:
-        """Take sequences away from engines that will not make them."""
+        """Revoke sequences from engines that will not generate them."""
         for request in list(self.requests.values()):
             place = request.assignment
             if place is not None and (why := self.fleet.why_revoke(place.slot, place.epoch)):
@@ -697,7 +695,7 @@ class RouterCore:
             self._waiting.add(request)
 
     def _cancel_attempt(self, request: RequestState) -> None:
-        """Have the engine end it, if one has it."""
+        """Cancel the current attempt, if there is one."""
         if request.assignment is not None:
             self._actions.append(CancelAttempt(request.number, request.assignment))
             self._release(request)
@@ -721,7 +719,7 @@ class RouterCore:
 
 
 class _WaitingRequests:
-    """Numbers of the waiting requests, one queue for each lag: which engines may serve them depends on it."""
+    """Numbers of the waiting requests, one queue per lag, on which depends which engines may serve them."""
 
     def __init__(self) -> None:
         self._queues: dict[int, OrderedDict[int, int]] = {}
@@ -746,29 +744,29 @@ class _WaitingRequests:
                 del self._queues[request.wanted.lag]
 
     def first(self, excluded: Collection[int]) -> int:
-        """The oldest one with none of these lags; 0: there is none."""
+        """Return the oldest one with none of these lags; 0: there is none."""
         heads = [next(iter(queue.items())) for lag, queue in self._queues.items() if lag not in excluded]
         return min(heads, key=lambda head: head[1])[0] if heads else 0
 
     def by_lag(self) -> dict[int, int]:
-        """How many there are."""
+        """Count them by lag."""
         return {lag: len(queue) for lag, queue in self._queues.items()}
 
 
 class _AssignedLoad:
-    """Tokens and long sequences that each incarnation still has to make for us, kept up to date by `note`."""
+    """Tokens and long sequences that each incarnation still has to generate for this router, updated by `note`."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[tuple[str, int], int, bool]] = {}
+        self._noted: dict[int, tuple[tuple[str, int], int, bool]] = {}
         self._tokens: Counter[tuple[str, int]] = Counter()
         self._longs: Counter[tuple[str, int]] = Counter()
 
     def note(self, request: RequestState) -> None:
-        """Update the sums: a request may have another engine or more tokens than when it was last noted."""
-        if (before := self._of.pop(request.number, None)) is not None:
+        """Update the sums after a request got another engine or more tokens."""
+        if (before := self._noted.pop(request.number, None)) is not None:
             self._add(before[0], -before[1], -before[2])
         if (place := request.assignment) is not None and request.outcome is None:
-            self._of[request.number] = (place.slot, place.epoch), request.expected, request.long
+            self._noted[request.number] = (place.slot, place.epoch), request.expected, request.long
             self._add((place.slot, place.epoch), request.expected, request.long)
 
     def tokens(self, slot: str, epoch: int) -> int:
@@ -784,9 +782,3 @@ class _AssignedLoad:
             counter[who] += n
             if not counter[who]:
                 del counter[who]  # incarnations come and go
-
-
-def _demand(request: RequestState) -> Demand:
-    wanted = request.wanted
-    affinity = f"session {wanted.session}" if wanted.session else prefix_key(wanted.prompt) if wanted.prefix else ""
-    return Demand(str(request.number), request.expected, affinity, request.long)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Protocol
 
 import msgspec
 
-from relax_rt.roles.data.media.pictures import MAX_PICTURES, ImageSpan
+from relax_rt.roles.data.media.images import MAX_IMAGES, ImageSpan
 from relax_rt.roles.rollout.engines.base import MAX_TEMPERATURE
 from relax_rt.transport.queue.ledger.messages import Finite, VersionSpan
 from relax_rt.transport.rpc.interface import idempotent
@@ -37,7 +37,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
         tokens, logprobs, versions: beginning of the completion, made by another engine; generation resumes behind it.
         routing: return routing rows (see engines.routing), of the prompt from position `rows_from` on.
         rows: routing rows of `tokens`.
-        media: the pictures in the prompt.
+        media: the images in the prompt.
         allowed: policy versions that may begin it, the committed one last; a newer one than that may, too.
         chunk_tokens: tokens between two updates, about.
         left_s: the engine ends the sequence after so long.
@@ -53,7 +53,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     versions: Annotated[list[VersionSpan], msgspec.Meta(max_length=MAX_TOKENS)] = []
     routing: bool = False
     rows_from: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)] = 0
-    media: Annotated[list[ImageSpan], msgspec.Meta(max_length=MAX_PICTURES)] = []
+    media: Annotated[list[ImageSpan], msgspec.Meta(max_length=MAX_IMAGES)] = []
     rows: Annotated[bytes, msgspec.Meta(max_length=MAX_ROW_BYTES)] = b""
     allowed: Annotated[list[int], msgspec.Meta(min_length=1, max_length=1024)]
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=4096)] = CHUNK_TOKENS

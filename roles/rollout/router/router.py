@@ -1,30 +1,21 @@
-"""The router as any process embeds it: follows the run's engines and carries out what `router.core` decides.
+"""The router, which any process can embed: follows the run's engines and carries out what `router.core` decides.
 
-`Router` sends requests to engines. `AdmissionQueue` stands before it where many clients compete: the HTTP gateway's.
+Where many clients compete (the HTTP gateway), an `AdmissionQueue` (router.admission) limits the calls in front of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from relax_rt.interfaces.members import Members, watch_members
 from relax_rt.interfaces.registry import RegistryApi
-from relax_rt.roles.rollout.router.admission import (
-    AdmissionAction,
-    AdmissionLimits,
-    Admit,
-    FairAdmission,
-    FleetLoad,
-    Preempt,
-    Reject,
-)
+from relax_rt.roles.rollout.router.admission import FleetLoad
 from relax_rt.roles.rollout.router.core import (
     CancelAttempt,
     Deliver,
@@ -74,12 +65,6 @@ class NotGenerated(RelaxError):
 
 class RouterEnded(Refused):
     """This router accepts nothing any more: a new one is needed."""
-
-
-class AdmissionRejected(Refused):
-    """A call was not admitted: too many wait, or it waited for too long."""
-
-    retry_after_s: float = 1.0
 
 
 class EngineView(msgspec.Struct, frozen=True):
@@ -371,111 +356,6 @@ class Router:
                 return await self._run.registry.versions()
         log.warning("the registry does not list its versions; only %d is known", committed.version)
         return [committed]
-
-
-class _AdmissionWait:
-    """One call of `AdmissionQueue`: a future for each time that it waits and runs."""
-
-    def __init__(self) -> None:
-        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.preempted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-
-class AdmissionQueue:
-    """Has calls of many clients wait for their turn; `router.admission.FairAdmission` decides. Use with `async with`.
-
-    Args:
-        load: load of the engines, `Router.load`.
-    """
-
-    def __init__(self, limits: AdmissionLimits, load: Callable[[], FleetLoad]) -> None:
-        self.core = FairAdmission(limits)
-        self._load = load
-        self._numbers = itertools.count(1)
-        self._waits: dict[int, _AdmissionWait] = {}
-        self._ticking: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> AdmissionQueue:
-        self._ticking = asyncio.create_task(self._tick())
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        if self._ticking is not None:
-            self._ticking.cancel()
-            await asyncio.gather(self._ticking, return_exceptions=True)
-
-    async def run(self, group: str, work: Callable[[Callable[[], bool]], Awaitable[T]], *, sequences: int = 1) -> T:
-        """Wait for admission and do the work; start it anew each time it is preempted.
-
-        Args:
-            group: unit of fairness.
-            work: gets `pin`, which it calls before it does what must not be done twice. False: the call was preempted
-                and is about to be cancelled.
-            sequences: how many the work generates.
-
-        Raises:
-            AdmissionRejected: too many calls wait, or this one waited for too long.
-        """
-        number, wait = next(self._numbers), _AdmissionWait()
-        self._waits[number] = wait
-        self._do(self.core.arrive(self._now(), number, group, sequences))
-        try:
-            while True:
-                await wait.admitted
-                task = asyncio.ensure_future(work(lambda: self.core.pin(number)))
-                try:
-                    either: list[asyncio.Future[Any]] = [task, wait.preempted]
-                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                    if task.done() or not wait.preempted.done():
-                        return await task
-                finally:
-                    await _cancelled(task)
-                wait.preempted = asyncio.get_running_loop().create_future()
-        finally:
-            del self._waits[number]
-            for future in (wait.admitted, wait.preempted):
-                future.cancel()
-            self._do(self.core.leave(self._now(), number))
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    def _do(self, actions: list[AdmissionAction]) -> None:
-        for action in actions:
-            if (wait := self._waits.get(action.number)) is None:
-                continue
-            match action:
-                case Admit() if not wait.admitted.done():
-                    wait.admitted.set_result(None)
-                case Reject(_, why, retry_after_s) if not wait.admitted.done():
-                    error = AdmissionRejected("too much to do", why=why)
-                    error.retry_after_s = retry_after_s
-                    wait.admitted.set_exception(error)
-                case Preempt():
-                    wait.admitted = asyncio.get_running_loop().create_future()
-                    if not wait.preempted.done():
-                        wait.preempted.set_result(None)
-
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            try:
-                self._do(self.core.tick(self._now(), self._load()))
-            except Exception:
-                # Without ticks no wait would ever end.
-                log.exception("admission control")
-
-
-async def _cancelled(task: asyncio.Future[T]) -> None:
-    """Cancel a task and wait until it has ended.
-
-    Not by awaiting it: a cancellation of the caller meanwhile must not be taken for the task's own end.
-    """
-    if not task.done():
-        task.cancel()
-        await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()
 
 
 def _done(outcome: Outcome) -> Outcome:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 
 from relax_rt.config.schema import Table
+from relax_rt.roles.training.algorithms.inputs import Metrics, TokenTensors, log_ratio
 from relax_rt.roles.training.algorithms.registry import part
-from relax_rt.roles.training.algorithms.tensors import Metrics, TokenTensors, log_ratio
 
 if TYPE_CHECKING:
     import torch

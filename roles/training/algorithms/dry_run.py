@@ -22,10 +22,10 @@ import numpy as np
 from relax_rt.config.problems import KeyPath
 from relax_rt.roles.base.sample import Sample, TurnSpan, bare_meta
 from relax_rt.roles.base.user_code import user_line
+from relax_rt.roles.training.algorithms.inputs import TokenTensors
 from relax_rt.roles.training.algorithms.objective import Objective, read_parts
 from relax_rt.roles.training.algorithms.registry import UserPartFailed
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.algorithms.tensors import TokenTensors
 from relax_rt.transport.rpc.errors import Refused
 
 MAX_SAMPLES, PROMPT, LENGTHS = 4096, 2, 4

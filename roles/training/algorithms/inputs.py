@@ -1,17 +1,28 @@
-"""The samples of a step as plain numbers: what advantage estimators compute from."""
+"""What the parts of an objective compute from, and checks of what they return.
+
+Advantages are computed from the samples of a step as plain numbers (`AdvantageInputs`), losses from flat tensors over
+the tokens of one micro-batch (`TokenTensors`). A user's own part may return anything: `check_arrays` and its
+neighbours turn a wrong value into an error that names the part, its arguments and its line.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relax_rt.roles.base.sample import Sample
+from relax_rt.roles.training.algorithms.registry import BoundPart, describe
 from relax_rt.transport.rpc.errors import Refused
+
+if TYPE_CHECKING:
+    import torch
+
 
 Floats = NDArray[np.float64]
 TURN_REWARDS, TURN_STATES = "turn_rewards", "turn_states"
@@ -172,3 +183,187 @@ def require(inputs: AdvantageInputs, column: str, who: str) -> Sequence[Trajecto
         if getattr(one, column) is None:
             raise Refused(f"advantage {who}", why=f"a sample of group {one.group} has no {column}")
     return inputs.trajectories
+
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are held within this bound: e^20 is beyond every clip, and e^89 is infinite in float32."""
+MAXIMA = "_max"
+"""Ending of the metrics of which micro-batches and ranks keep the largest; all others are added."""
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class TokenTensors:
+    """The tokens of one micro-batch, whole sequences together; every tensor is [m], floating ones of one dtype.
+
+    What stands under mask 0 never matters, also if it is inf or nan: it is replaced by 0 when this is made, so that
+    neither values nor gradients of functions of these tensors see it.
+
+    Attributes:
+        logprobs: under the weights that are trained; gradients flow through it.
+        behaviour: under the distribution that was sampled from.
+        proximal: under the weights before the first update of the publication, by the trainer's own numerics.
+        reference: under the reference policy or the teacher.
+        advantages: any scale.
+        mask: bool, True on the tokens that are trained.
+        sequence: int64, index of the token's sample in the micro-batch.
+        group: int64, index of the token's group in the micro-batch.
+        entropy: of the policy at the token's position, nats; gradients flow through it.
+    """
+
+    logprobs: torch.Tensor
+    behaviour: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    sequence: torch.Tensor
+    proximal: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+    group: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        counted = self.mask != 0
+        object.__setattr__(self, "mask", counted)
+        for name in ("logprobs", "behaviour", "advantages", "proximal", "reference", "entropy"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, value.masked_fill(~counted, 0))
+
+    @cached_property
+    def sequences(self) -> int:
+        """Number of samples of the micro-batch."""
+        return int(self.sequence.max()) + 1 if self.sequence.numel() else 0
+
+    def sequence_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums of [m] over the trained tokens of each sample, given to each of its tokens: [m]."""
+        counted = values.masked_fill(~self.mask, 0)
+        return counted.new_zeros(self.sequences).index_add(0, self.sequence, counted)[self.sequence]
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """Trained tokens of the sample that each token belongs to, at least 1; [m]."""
+        return self.sequence_sum(self.mask.to(self.logprobs.dtype)).clamp(min=1)
+
+    def sequence_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Means of [m] over the trained tokens of each sample, given to each of its tokens: [m]."""
+        return self.sequence_sum(values) / self.lengths
+
+    def old(self, ratio_to: str) -> torch.Tensor:
+        """Log-probabilities of the policy that ratios are taken to, "behaviour" or "proximal"; [m]."""
+        if ratio_to == "behaviour":
+            return self.behaviour
+        if self.proximal is None:
+            raise ValueError("proximal log-probabilities are needed and were not computed")
+        return self.proximal
+
+    @property
+    def trained(self) -> torch.Tensor:
+        """Log-probabilities by the trainer's numerics, without gradient: the proximal ones, else the current; [m]."""
+        return self.logprobs.detach() if self.proximal is None else self.proximal
+
+
+def log_ratio(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """new - old, held within LOG_RATIO_LIMIT; [m]."""
+    return (new - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def merge(into: MutableMapping[str, float], metrics: Mapping[str, float]) -> None:
+    """Add the metrics of a further micro-batch, or rank; of those called `…_max` the largest stays."""
+    for name, value in metrics.items():
+        if name.endswith(MAXIMA):
+            into[name] = max(into.get(name, value), value)
+        else:
+            into[name] = into.get(name, 0.0) + value
+
+
+def check_arrays(
+    part: BoundPart, values: Any, inputs: AdvantageInputs, *, extra: str = ""
+) -> list[NDArray[np.float32]]:
+    """An array [T] for each trajectory, in float32.
+
+    Args:
+        extra: the further function of the part that returned them.
+
+    Raises:
+        UserPartFailed: the part is a user's own, and they are something else. Refused: another part's are.
+    """
+    wanted = f"{part.who(extra)} returns an array [T] for each of the {len(inputs.trajectories)} trajectories"
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
+        raise part.wrong(f"it returned {describe([values])}: {wanted}", inputs, extra=extra)
+    if len(values) != len(inputs.trajectories):
+        why = f"it returned {len(values)} arrays for {len(inputs.trajectories)} trajectories: {wanted}"
+        raise part.wrong(why, inputs, extra=extra)
+    return [
+        check_array(part, found, one.mask, extra=extra) for found, one in zip(values, inputs.trajectories, strict=True)
+    ]
+
+
+def check_array(
+    part: BoundPart, value: Any, like: NDArray[Any], *, extra: str = "", dtype: type[np.floating[Any]] = np.float32
+) -> NDArray[Any]:
+    """An array of the shape of `like`; for what is raised see `check_arrays`."""
+    try:
+        found = np.asarray(value, dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        why = f"it returned {describe([value])}, which is no array of numbers: {error}"
+        raise part.wrong(why, like, extra=extra) from error
+    if found.shape != like.shape:
+        why = f"it returned shape {found.shape} for a sample of {len(like)} tokens"
+        raise part.wrong(why, like, extra=extra)
+    return found
+
+
+def check_metrics(part: BoundPart, returned: Any, tokens: TokenTensors) -> tuple[torch.Tensor, Metrics]:
+    """A tensor [m] and metrics, of a loss or a correction; for what is raised see `check_arrays`."""
+    if not part.target:
+        each, found = returned
+        return each, found
+    a = "loss" if part.part.kind == "loss" else "weight"
+    if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != 2:
+        why = (
+            f"it returned {describe([returned])}: a {part.part.kind} returns ({a} [m], metrics), and m is {_m(tokens)}"
+        )
+        raise part.wrong(why, tokens)
+    each, metrics = returned
+    if not isinstance(metrics, Mapping):
+        why = f"its metrics are {describe([metrics])}: they are a table of sums over tokens, or {{}}"
+        raise part.wrong(why, tokens)
+    told: Metrics = {}
+    for name, value in metrics.items():
+        try:
+            told[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            why = f"its metric {name!r} is {describe([value])}, and no number, as a sum over tokens is: {error}"
+            raise part.wrong(why, tokens) from error
+    return check_tensor(part, each, tokens), told
+
+
+def check_tensor(part: BoundPart, value: Any, tokens: TokenTensors, *, extra: str = "") -> torch.Tensor:
+    """A tensor [m]; for what is raised see `check_arrays`."""
+    import torch
+
+    if part.target and not (isinstance(value, torch.Tensor) and value.shape == tokens.mask.shape):
+        why = f"it returned {describe([value])}: a {part.part.kind} is of each token, a tensor [{_m(tokens)}]"
+        raise part.wrong(why, tokens, extra=extra)
+    found: torch.Tensor = value
+    return found
+
+
+def check_number(part: BoundPart, value: Any, *given: Any, extra: str = "") -> float:
+    """A number; for what is raised see `check_arrays`."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise part.wrong(f"it returned {describe([value])}, and no number: {error}", *given, extra=extra) from error
+
+
+def check_pair(part: BoundPart, value: Any, *given: Any) -> tuple[float, float]:
+    """The coefficient that counts and the one that is carried on; for what is raised see `check_arrays`."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+        raise part.wrong(f"it returned {describe([value])}: it returns (coefficient, its next argument)", *given)
+    return check_number(part, value[0], *given), check_number(part, value[1], *given)
+
+
+def _m(tokens: TokenTensors) -> int:
+    return len(tokens.mask)

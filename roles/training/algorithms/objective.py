@@ -15,17 +15,22 @@ from numpy.typing import NDArray
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.training.algorithms.advantages import apply_truncation
-from relax_rt.roles.training.algorithms.inputs import AdvantageInputs, Trajectory, trajectory
-from relax_rt.roles.training.algorithms.registry import BoundPart, Kind, bind
-from relax_rt.roles.training.algorithms.results import (
+from relax_rt.roles.training.algorithms.inputs import (
+    AdvantageInputs,
+    Metrics,
+    TokenTensors,
+    Trajectory,
     check_array,
     check_arrays,
     check_metrics,
     check_number,
     check_pair,
     check_tensor,
+    log_ratio,
+    merge,
+    trajectory,
 )
-from relax_rt.roles.training.algorithms.tensors import Metrics, TokenTensors, log_ratio, merge
+from relax_rt.roles.training.algorithms.registry import BoundPart, Kind, bind
 from relax_rt.transport.rpc.errors import Refused
 
 if TYPE_CHECKING:
@@ -141,6 +146,11 @@ class Objective:
         loss = self.parts.loss
         prepares = "prepare" in loss.part.extras and "proximal" in loss.needs
         return self._looks_at_policy or "proximal" in self.parts.advantage.needs or prepares
+
+    @property
+    def updates_per_step(self) -> int:
+        """Updates that a step's groups are divided over."""
+        return self._table.updates_per_step
 
     @property
     def streams(self) -> bool:

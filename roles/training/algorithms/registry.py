@@ -121,16 +121,7 @@ entropy: of the policy at each trained token, with its gradient. batch: all samp
 micro-batch can begin before the last sample is there. turn_rewards, turn_states: `info` of the sample, a list with one
 entry for each turn of the assistant. pairs: all samples of a group in one micro-batch. rewards: of each sample.
 """
-FAMILIES = (
-    "advantages",
-    "turn_advantages",
-    "losses",
-    "aggregation",
-    "corrections",
-    "regularisers",
-    "filters",
-    "samplers",
-)
+FAMILIES = ("advantages", "losses", "corrections", "regularisers", "filters", "samplers")
 NEEDS = frozenset(get_args(Need))
 
 F = TypeVar("F", bound=Callable[..., Any])

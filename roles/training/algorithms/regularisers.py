@@ -15,9 +15,8 @@ import numpy as np
 from pydantic import Field
 
 from relax_rt.config.schema import Table
-from relax_rt.roles.training.algorithms.inputs import Floats
+from relax_rt.roles.training.algorithms.inputs import LOG_RATIO_LIMIT, Floats, TokenTensors, log_ratio
 from relax_rt.roles.training.algorithms.registry import part
-from relax_rt.roles.training.algorithms.tensors import LOG_RATIO_LIMIT, TokenTensors, log_ratio
 
 if TYPE_CHECKING:
     import torch

@@ -22,15 +22,29 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from relax_rt.config.problems import BadInput
-from relax_rt.roles.base.sample import Sample, SampleMeta
+from relax_rt.roles.base.sample import Sample, SampleMeta, bare_meta
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.channel import COMMAND_S, GATHER_S
 from relax_rt.roles.training.backend.interface import AdapterBackend, GradientPart, StepResult
+from relax_rt.roles.training.backend.shares import (
+    LeaseReader,
+    SharedSample,
+    ShareReport,
+    assign_replicas,
+    decode_runs,
+    encode_runs,
+    from_summary,
+    shared,
+    stand_in,
+    summarise,
+)
 from relax_rt.roles.training.batch.rows import Numbered, replica_share
 from relax_rt.roles.training.checkpoints.optimizer_state import failure_file
 from relax_rt.roles.training.checkpoints.store import is_transient
-from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused
+from relax_rt.transport.queue.batch import LeasedBatch
+from relax_rt.transport.queue.ledger.messages import LeaseGrant
+from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError, Unreachable
 from relax_rt.transport.weights.manifest import Layout
 from relax_rt.transport.weights.payloads import Lora
 
@@ -106,10 +120,18 @@ class GangMember:
 
     Args:
         waiting: called with what this rank waits for, and with "" when it continues.
+        lease_reader: of a gang that shares the samples of a lease (`backend.shares`); None: rank 0 sends them.
     """
 
-    def __init__(self, backend: RankBackend, waiting: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        backend: RankBackend,
+        waiting: Callable[[str], None] = lambda _: None,
+        lease_reader: LeaseReader | None = None,
+    ) -> None:
         self.backend, self.ranks, self._waiting = backend, backend.ranks, waiting
+        self.lease_reader = lease_reader
+        self._held: dict[tuple[int, int], SharedSample] = {}
         self._copied = threading.Event()
         self._copied.set()
 
@@ -142,7 +164,29 @@ class GangMember:
         assert isinstance(self.backend, AdapterBackend), "only asked of a backend that has adapters"
         return self.backend
 
+    def _read_share(self, parts: Sequence[LeaseGrant], *, begin: bool) -> list[ShareReport]:
+        """Read this replica's part of a lease, and return how that went on every rank."""
+        assert self.lease_reader is not None, "rank 0 asks only gangs whose ranks all have one"
+        if begin:
+            self._held = {}
+        own, report = [], ShareReport(self.lease_reader.node)
+        try:
+            read, received = self.lease_reader.read(parts[self.ranks.replica])
+            own = [shared(sample, self.ranks.replica) for sample in read]
+            self._held |= {(sample.meta.group, sample.meta.member): sample for sample in own}
+            # Ranks that share a replica read the same samples: one of them reports these.
+            samples = [summarise(sample) for sample in own] if self.ranks.reports_loss else []
+            report = ShareReport(report.node, received, samples)
+        except RelaxError as error:
+            again = isinstance(error, Unreachable | DeadlineExceeded)
+            report = ShareReport(report.node, failed=str(error), again=again)
+        encoded = self.ranks.gather(msgspec.msgpack.encode(report))
+        return [msgspec.msgpack.decode(one, type=ShareReport) for one in encoded]
+
     def _share(self, samples: Sequence[Sample]) -> list[Numbered]:
+        if samples and isinstance(samples[0], SharedSample):
+            held = [(index, one) for index, one in enumerate(samples) if isinstance(one, SharedSample)]
+            return [(index, one) for index, one in held if one.replica == self.ranks.replica]
         whole = self.backend.keeps_groups_together(samples)
         return replica_share(samples, self.ranks.replica, self.ranks.replicas, whole_groups=whole)
 
@@ -150,10 +194,26 @@ class GangMember:
         """Return the log-probabilities of the whole batch, on every rank; each replica computes its share."""
         mine = self._share(samples)
         values = self.backend.log_probabilities([sample for _, sample in mine])
-        speaks = self.ranks.reports_loss
-        own = {str(i): v.tobytes() for (i, _), v in zip(mine, values, strict=True)} if speaks else {}
-        found = {int(i): np.frombuffer(v, np.float32) for part in self.ranks.gather(own) for i, v in part.items()}
-        return [found[index] for index in range(len(samples))]
+        own: dict[str, list[bytes]] = {}
+        if self.ranks.reports_loss:
+            for (index, sample), one in zip(mine, values, strict=True):
+                columns = [one, sample.behaviour_logprobs, sample.reference_logprobs]
+                own[str(index)] = [
+                    column.astype(np.float32, copy=False).tobytes()
+                    for column in (columns if isinstance(sample, SharedSample) else columns[:1])
+                    if column is not None
+                ]
+        found = {
+            int(i): [np.frombuffer(v, np.float32) for v in columns]
+            for part in self.ranks.gather(own)
+            for i, columns in part.items()
+        }
+        for index, sample in enumerate(samples):
+            if isinstance(sample, SharedSample) and sample.replica != self.ranks.replica:
+                # Whoever asks for log-probabilities compares them with these.
+                sample.behaviour_logprobs = found[index][1]
+                sample.reference_logprobs = found[index][2] if len(found[index]) > 2 else None
+        return [found[index][0] for index in range(len(samples))]
 
     def _accumulate(self, samples: Sequence[Sample]) -> None:
         """Compute this replica's share."""
@@ -184,8 +244,8 @@ class GangMember:
 class Leader(GangMember):
     """Rank 0: a `TrainerBackend` over all ranks. It gets whole batches; each replica takes its share of them."""
 
-    def __init__(self, backend: RankBackend) -> None:
-        super().__init__(backend)
+    def __init__(self, backend: RankBackend, lease_reader: LeaseReader | None = None) -> None:
+        super().__init__(backend, lease_reader=lease_reader)
         self._turn = threading.Lock()
         self._exporting = threading.Lock()
 
@@ -196,13 +256,47 @@ class Leader(GangMember):
         samples: Sequence[Sample] = (),
         options: Mapping[str, str | int | float] | None = None,
         table: Mapping[str, Any] | None = None,
+        parts: Sequence[LeaseGrant] = (),
     ) -> Iterator[None]:
         """Send a command; this rank carries it out within the context."""
         with self._turn:
-            send_command(
-                GangCommand(name, encode_samples(samples), dict(options or {}), dict(table or {})), self.ranks.control
-            )
+            order = GangCommand(name, encode_samples(samples), dict(options or {}), dict(table or {}), list(parts))
+            send_command(order, self.ranks.control)
             yield
+
+    def read(self, lease: LeasedBatch, begin: bool) -> tuple[list[Sample], dict[str, int]]:
+        """Have each replica read its share of a lease whose payload was not fetched.
+
+        Args:
+            begin: the lease is the first of a step: samples of the step before are forgotten.
+
+        Returns:
+            The samples, in the order of the lease, and the bytes that each node received from others, by its name.
+
+        Raises:
+            Unreachable: a rank could not get its share in time; another lease may do. RelaxError: it cannot be read.
+        """
+        objective, count = self.backend.objective, self.ranks.replicas
+        whole = "pairs" in objective.needs
+        replicas = assign_replicas(lease.samples, count, whole_groups=whole, updates=objective.updates_per_step)
+        by_key = dict(zip(lease.keys, replicas, strict=True))
+        parts = [lease.part([key for key, replica in by_key.items() if replica == place]) for place in range(count)]
+        with self._order("read", options={"begin": int(begin)}, parts=parts):
+            reports = self._read_share(parts, begin=begin)
+        for rank, report in enumerate(reports):
+            if report.failed:
+                kind = Unreachable if all(one.again for one in reports if one.failed) else RelaxError
+                raise kind(f"payload of lease {lease.lease} at rank {rank} on node {report.node}", why=report.failed)
+        received: dict[str, int] = {}
+        for report in reports:
+            received[report.node] = received.get(report.node, 0) + report.received
+        told = {(one.meta.group, one.meta.member): one for report in reports for one in report.samples}
+        samples: list[Sample] = []
+        for leased in lease.samples:
+            place, replica = (leased.key.group, leased.key.member), by_key[leased.key]
+            mine = replica == self.ranks.replica
+            samples.append(self._held[place] if mine else from_summary(told[place], leased, replica))
+        return samples, received
 
     def _check(self, samples: Sequence[Sample]) -> None:
         """Refuse bad samples before the command is sent: a rank that ends within a command leaves the others in it."""
@@ -322,8 +416,9 @@ class Follower(GangMember):
         backend: RankBackend,
         doing: Callable[[str], None] = lambda _: None,
         waiting: Callable[[str], None] = lambda _: None,
+        lease_reader: LeaseReader | None = None,
     ) -> None:
-        super().__init__(backend, waiting)
+        super().__init__(backend, waiting, lease_reader)
         self._doing = doing
         self._threads: dict[str, threading.Thread] = {}
         self._failed: BaseException | None = None
@@ -362,10 +457,12 @@ class Follower(GangMember):
         self._threads[name].start()
 
     def _carry_out(self, order: GangCommand) -> None:
-        samples, options = decode_samples(order.samples), order.options
+        samples, options = decode_samples(order.samples, self._held), order.options
         match order.name:
             case "use":
                 self._use(order)
+            case "read":
+                self._read_share(order.parts, begin=bool(options["begin"]))
             case "log_probabilities":
                 self._log_probabilities(samples)
             case "accumulate":
@@ -423,12 +520,21 @@ COLUMNS: dict[str, type[np.generic]] = {
 """Columns of a sample that forward and backward passes read."""
 
 
+RANK_0_COLUMNS = ("loss_mask", "advantages", "proximal_logprobs")
+"""Columns of a shared sample that rank 0 computes or changes; the others are with its replica."""
+
+
 class EncodedSample(msgspec.Struct, array_like=True, frozen=True):
-    """A sample on its way to other ranks: its columns as bytes, by name, and its reward."""
+    """A sample on its way to other ranks: its columns as bytes, by name, and its reward.
+
+    Attributes:
+        replica: who has the rest of a shared sample, whose columns are run-length encoded; -1: this is all of it.
+    """
 
     meta: SampleMeta
     columns: dict[str, bytes]
     reward: float | None = None
+    replica: int = -1
 
 
 class GangCommand(msgspec.Struct, array_like=True, frozen=True):
@@ -436,19 +542,29 @@ class GangCommand(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         name: the method. samples: its batch. options: its other arguments.
-        table: the keys of [algorithm], for `use`.
+        table: the keys of [algorithm], for `use`. parts: of a lease, by replica, for `read`.
     """
 
     name: str
     samples: list[EncodedSample] = []
     options: dict[str, str | int | float] = {}
     table: dict[str, Any] = {}
+    parts: list[LeaseGrant] = []
 
 
 def encode_samples(samples: Sequence[Sample]) -> list[EncodedSample]:
     """Encode samples for other ranks."""
     found = []
     for sample in samples:
+        if isinstance(sample, SharedSample):
+            runs = {
+                name: encode_runs(values.astype(COLUMNS[name], copy=False))
+                for name in RANK_0_COLUMNS
+                if (values := getattr(sample, name)) is not None
+            }
+            name_only = bare_meta(sample.meta.group, sample.meta.member)
+            found.append(EncodedSample(name_only, runs, sample.reward, sample.replica))
+            continue
         columns = {}
         for name, dtype in COLUMNS.items():
             values = getattr(sample, name)
@@ -458,10 +574,26 @@ def encode_samples(samples: Sequence[Sample]) -> list[EncodedSample]:
     return found
 
 
-def decode_samples(samples: Sequence[EncodedSample]) -> list[Sample]:
-    """Decode samples; columns that passes do not read are not with them."""
-    found = []
+def decode_samples(
+    samples: Sequence[EncodedSample], held: Mapping[tuple[int, int], SharedSample] | None = None
+) -> list[Sample]:
+    """Decode samples; columns that passes do not read are not with them.
+
+    Args:
+        held: the shared samples that this rank has, by group and member.
+    """
+    found: list[Sample] = []
     for sample in samples:
+        if sample.replica >= 0:
+            place = sample.meta.group, sample.meta.member
+            mine = (held or {}).get(place)
+            if mine is None:
+                found.append(stand_in(*place, sample.replica))
+                continue
+            given: dict[str, Any] = dict.fromkeys(RANK_0_COLUMNS)
+            given |= {name: decode_runs(data, np.dtype(COLUMNS[name])) for name, data in sample.columns.items()}
+            found.append(msgspec.structs.replace(mine, reward=sample.reward, **given))
+            continue
         columns: dict[str, Any] = {k: np.frombuffer(v, COLUMNS[k]) for k, v in sample.columns.items()}
         found.append(Sample(meta=sample.meta, versions=[], reward=sample.reward, **columns))
     return found

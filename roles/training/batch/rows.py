@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from relax_rt.roles.base.sample import Sample
-from relax_rt.roles.data.media.pictures import identity
+from relax_rt.roles.data.media.images import identity
 from relax_rt.transport.queue.samplers.packing import pack_by_tokens
 
 
@@ -78,7 +78,7 @@ def _branches(sample: Sample) -> list[EpisodeBranch]:
             meta=sample.meta,
             versions=[],
             offset=start,
-            media=[one.moved(-start) for one in sample.media or () if start <= one.start < end],
+            media=[one.shifted(-start) for one in sample.media or () if start <= one.start < end],
             **{name: held[name][start:end] for name in held},
         )
         for start, end in sample.meta.branches
@@ -86,7 +86,7 @@ def _branches(sample: Sample) -> list[EpisodeBranch]:
 
 
 def _identifying_tokens(sample: Sample) -> np.ndarray:
-    """The sample's tokens; those of pictures are equal only if the pictures are."""
+    """The sample's tokens; those of images are equal only if the images are."""
     if not sample.media:
         return sample.tokens
     return np.array(identity(tuple(sample.tokens.tolist()), sample.media), np.int64)

@@ -15,20 +15,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from relax_rt.roles.base.sample import Sample
-from relax_rt.roles.models.device import CPU, autocasting, on_host
+from relax_rt.roles.models.device import CPU, autocasting, denormals_flushed, on_host
 from relax_rt.roles.models.forward import check_plain
-from relax_rt.roles.models.numerics import denormals_flushed
 from relax_rt.roles.training.algorithms.advantages import value_loss
-from relax_rt.roles.training.algorithms.tensors import Metrics, merge
+from relax_rt.roles.training.algorithms.inputs import Metrics, merge
+from relax_rt.roles.training.backend.settings import CriticSettings
 from relax_rt.roles.training.batch.attention import packing_costs
 from relax_rt.roles.training.batch.budget import MemoryRetry, TokenBudget
-from relax_rt.roles.training.batch.collate import MicroBatch, collate
-from relax_rt.roles.training.batch.logprobs import compute_at_trained_tokens, hidden_states
+from relax_rt.roles.training.batch.collate import MicroBatch, collate, compute_at_trained_tokens, hidden_states
 from relax_rt.roles.training.batch.rows import mini_batches, pick, plan_micro_batches, shared_rows
 from relax_rt.roles.training.checkpoints.digests import digest_of, write_digest
 from relax_rt.roles.training.checkpoints.store import is_transient
 from relax_rt.roles.training.critic.client import CriticReport
-from relax_rt.roles.training.critic.settings import CriticSettings
 from relax_rt.transport.rpc.errors import Refused
 
 MODEL_FILE, OPTIMIZER_FILE = "critic.safetensors", "critic_optimizer.safetensors"

@@ -15,10 +15,10 @@ from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.base.sample import Sample, bare_meta
-from relax_rt.roles.models.opening import refused_for_good
+from relax_rt.roles.models.resolve import refused_for_good
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.backend.settings import CriticSettings
 from relax_rt.roles.training.critic.client import CriticApi, CriticReport, CriticSample, TrainingPosition
-from relax_rt.roles.training.critic.settings import CriticSettings
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 
 if TYPE_CHECKING:

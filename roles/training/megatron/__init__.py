@@ -1,8 +1,8 @@
 """Trainer backend on Megatron-Core: tensor, pipeline, expert, sequence and data parallelism, distributed optimizer.
 
-`shims` lets it run without CUDA; `ranks` joins the process groups; `model` builds a GPTModel from a Hugging Face
-config.json, and `weights` fills it from Hugging Face files; `packs`, `passes` and `logprobs` are the forward and
-backward pass; `state` and `blocks` are the optimizer's state in checkpoints that any other division can read;
-`backend` is one rank of it all; `orders` and `gang` make one backend of all ranks, and `start` does so in a run.
-`limits` says what is only planned.
+- `backend`: one rank of the backend
+- `ranks`, `shims`: process groups; Megatron-Core without CUDA
+- `model`, `passes`: the GPTModel, and forward and backward passes of packed micro-batches
+- `layout`, `resharding`: which rows of which Hugging Face tensors a rank holds; bringing them to rank 0
+- `state`: parameters and optimizer state in checkpoints that any other division can read
 """

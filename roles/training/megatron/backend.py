@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from relax_rt.roles.base.sample import Sample, bare_meta
+from relax_rt.roles.models.device import denormals_flushed
 from relax_rt.roles.models.heap import trim_heap
-from relax_rt.roles.models.numerics import denormals_flushed
 from relax_rt.roles.models.settings import TrainedSettings
-from relax_rt.roles.training.algorithms.learning_rate import learning_rate
+from relax_rt.roles.training.algorithms.inputs import Metrics, TokenTensors, merge
 from relax_rt.roles.training.algorithms.objective import Objective
-from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.algorithms.tensors import Metrics, TokenTensors, merge
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable, learning_rate
 from relax_rt.roles.training.backend.channel import WeightChannel
 from relax_rt.roles.training.backend.interface import GradientPart, StepResult, skipped_result, step_result
 from relax_rt.roles.training.batch.budget import GradientAccumulation, MemoryRetry, TokenBudget
@@ -34,6 +33,7 @@ from relax_rt.roles.training.checkpoints.optimizer_state import (
     write_blocks,
 )
 from relax_rt.roles.training.checkpoints.store import TOKENIZER_FILES
+from relax_rt.roles.training.megatron.layout import ModelDivision, naming_of
 from relax_rt.roles.training.megatron.model import (
     DTYPES,
     Wanted,
@@ -44,14 +44,17 @@ from relax_rt.roles.training.megatron.model import (
     sequence_parallel,
     transformer_config,
 )
-from relax_rt.roles.training.megatron.packs import Pack, at_wanted_tokens, fill_packs, pack
-from relax_rt.roles.training.megatron.passes import Passes
+from relax_rt.roles.training.megatron.passes import Pack, Passes, at_wanted_tokens, fill_packs, pack
 from relax_rt.roles.training.megatron.ranks import MegatronRanks
+from relax_rt.roles.training.megatron.resharding import (
+    ReshardPlan,
+    check_shards,
+    gather_weights,
+    plan_buckets,
+    publish_weights,
+)
 from relax_rt.roles.training.megatron.state import HfModelFiles, OptimizerState, with_tied_copy
 from relax_rt.roles.training.megatron.state import fill_parameter as fill_tensor
-from relax_rt.roles.training.resharding.layout import ModelDivision, naming_of
-from relax_rt.roles.training.resharding.plan import ReshardPlan, plan_buckets
-from relax_rt.roles.training.resharding.transfer import check_shards, gather_weights, publish_weights
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout
 

@@ -18,7 +18,7 @@ from relax_rt.roles.training.checkpoints.optimizer_state import (
     TensorFiles,
     block_key,
 )
-from relax_rt.roles.training.resharding.layout import LocalParameter, RowRun, hf_tensors
+from relax_rt.roles.training.megatron.layout import LocalParameter, RowRun, hf_tensors
 from relax_rt.transport.rpc.errors import Refused
 
 

@@ -14,8 +14,7 @@ import msgspec
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.training.backend.interface import TrainerBackend
 from relax_rt.roles.training.publication.adapters import AdapterVersions, VersionAdapters
-from relax_rt.roles.training.publication.broadcast import WeightBroadcaster
-from relax_rt.roles.training.publication.device import DeviceWeights
+from relax_rt.roles.training.publication.carriers import DeviceWeights, WeightBroadcaster, WeightFiles
 from relax_rt.roles.training.publication.engine_tracker import (
     EngineLate,
     EngineLost,
@@ -23,7 +22,6 @@ from relax_rt.roles.training.publication.engine_tracker import (
     TrackerReport,
     VersionSettled,
 )
-from relax_rt.roles.training.publication.files import WeightFiles
 from relax_rt.roles.training.publication.settings import Communicator, PublicationTable, wire_of
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import DeadlineExceeded, OutOfSpace, RelaxError, Unreachable

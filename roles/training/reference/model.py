@@ -15,8 +15,7 @@ from relax_rt.roles.models.device import CPU
 from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.training.batch.attention import packing_costs
 from relax_rt.roles.training.batch.budget import MemoryRetry, TokenBudget
-from relax_rt.roles.training.batch.collate import MicroBatch
-from relax_rt.roles.training.batch.logprobs import compute_at_trained_tokens, token_logprobs
+from relax_rt.roles.training.batch.collate import MicroBatch, compute_at_trained_tokens, token_logprobs
 
 
 class FrozenModel:

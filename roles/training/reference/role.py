@@ -14,11 +14,11 @@ from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.base.sample import read_sample
-from relax_rt.roles.models.opening import refused_for_good
+from relax_rt.roles.models.resolve import refused_for_good
 from relax_rt.roles.models.settings import ModelTable
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.training.algorithms.settings import ColdStartTable
-from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.roles.training.backend.settings import ReferenceSettings
 from relax_rt.transport.queue.ledger.messages import Failure
 from relax_rt.transport.rpc.errors import RelaxError
 

@@ -17,12 +17,13 @@ from relax_rt.config.schema import RunConfig
 from relax_rt.roles.base.sample import Sample, bare_meta
 from relax_rt.roles.data.columns import misspelt, parse_messages
 from relax_rt.roles.data.files import read_rows
-from relax_rt.roles.data.items import Message, PromptItem, RawItem, answer_text
+from relax_rt.roles.data.items import PromptItem, RawItem, answer_text
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.data.source import PromptSource, conversation, fill
 from relax_rt.roles.data.split.canonical import canonical, in_held_out, item_id
 from relax_rt.roles.evaluation.sets import load_set
 from relax_rt.roles.evaluation.settings import EvaluationTable
+from relax_rt.roles.models.chat_template import Message
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.training.algorithms.settings import ColdStartTable
 from relax_rt.transport.rpc.errors import RelaxError

@@ -15,20 +15,17 @@ from transformers import AutoModelForCausalLM
 from relax_rt.roles.base.sample import Sample, bare_meta
 from relax_rt.roles.data.media.image_processor import has_vision
 from relax_rt.roles.data.media.vision_tower import VisionTower, load_vision_model
-from relax_rt.roles.models.device import CPU
+from relax_rt.roles.models.device import CPU, denormals_flushed
 from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.models.heap import HeapTrimmer
-from relax_rt.roles.models.numerics import denormals_flushed
-from relax_rt.roles.training.algorithms.learning_rate import learning_rate
+from relax_rt.roles.training.algorithms.inputs import Metrics, TokenTensors, merge
 from relax_rt.roles.training.algorithms.objective import Objective
-from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.algorithms.tensors import Metrics, TokenTensors, merge
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable, learning_rate
 from relax_rt.roles.training.backend.interface import GradientPart, StepResult, skipped_result, step_result
 from relax_rt.roles.training.backend.settings import LoraTable
 from relax_rt.roles.training.batch.attention import packing_costs
 from relax_rt.roles.training.batch.budget import GradientAccumulation, MemoryRetry, TokenBudget
-from relax_rt.roles.training.batch.collate import MicroBatch, collate
-from relax_rt.roles.training.batch.logprobs import compute_at_trained_tokens
+from relax_rt.roles.training.batch.collate import MicroBatch, collate, compute_at_trained_tokens
 from relax_rt.roles.training.batch.rows import MicroBatchRows, SampleRow, plan_micro_batches, shared_rows
 from relax_rt.roles.training.torch.sharding import LogprobModule, TorchRanks, shard_model
 from relax_rt.roles.training.torch.snapshot import StateSnapshots

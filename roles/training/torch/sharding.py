@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from relax_rt.roles.data.media.vision_tower import VisionTower
 from relax_rt.roles.models.device import CPU, on_host
 from relax_rt.roles.training.backend.channel import GATHER_S, WeightChannel, all_gather_values
-from relax_rt.roles.training.batch.collate import MicroBatch
-from relax_rt.roles.training.batch.logprobs import token_logprobs
+from relax_rt.roles.training.batch.collate import MicroBatch, token_logprobs
 from relax_rt.roles.training.checkpoints.optimizer_state import TensorBlock
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.weights.manifest import BUCKET_BYTES

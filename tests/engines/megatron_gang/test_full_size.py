@@ -16,9 +16,9 @@ import pytest
 
 from relax_rt.roles.models.shape import read_shape
 from relax_rt.roles.training.backend.settings import TrainerSettings
+from relax_rt.roles.training.megatron.layout import ModelDivision, naming_of
 from relax_rt.roles.training.megatron.model import Layers, padded_vocabulary, sizes_of
-from relax_rt.roles.training.resharding.layout import ModelDivision, naming_of
-from relax_rt.roles.training.resharding.plan import plan_buckets
+from relax_rt.roles.training.megatron.resharding import plan_buckets
 
 HERE = Path(__file__).parent
 UNIT = HERE.parents[1] / "unit" / "roles" / "training"

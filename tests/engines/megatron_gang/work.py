@@ -34,13 +34,12 @@ from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.channel import WeightChannel
 from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.batch.budget import TokenBudget
-from relax_rt.roles.training.megatron import backend
+from relax_rt.roles.training.megatron import backend, resharding
 from relax_rt.roles.training.megatron import model as models
 from relax_rt.roles.training.megatron.backend import MegatronBackend
 from relax_rt.roles.training.megatron.model import sizes_of
 from relax_rt.roles.training.megatron.ranks import MegatronRanks
-from relax_rt.roles.training.resharding import plan
-from relax_rt.roles.training.resharding.transfer import gather_weights
+from relax_rt.roles.training.megatron.resharding import gather_weights
 from relax_rt.transport.weights.manifest import BUCKET_BYTES
 
 sys.path.append(str(Path(__file__).parents[2] / "unit" / "roles" / "training"))
@@ -113,7 +112,7 @@ def build(
 def reduced(here: Here, dtype: str) -> dict[str, torch.Tensor]:
     """The gradient sums of all ranks as `apply` brings them together, on rank 0; undivided, by Hugging Face name."""
     importlib.import_module("megatron.core.distributed").finalize_model_grads([here.backend._wrapped])
-    with mock.patch.dict(plan.ITEM_BYTES, float64=8):
+    with mock.patch.dict(resharding.ITEM_BYTES, float64=8):
         planned = here.backend._plan(dtype, stacked=False)
     into = bytearray(planned.layout.nbytes) if here.rank == 0 else None
     gather_weights(

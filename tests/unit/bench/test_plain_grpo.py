@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "bench"))
 
 from plain_grpo import Plain
 
+from relax_rt.roles.training.algorithms.inputs import TokenTensors
 from relax_rt.roles.training.algorithms.losses import DecoupledOptions, decoupled_ppo
-from relax_rt.roles.training.algorithms.tensors import TokenTensors
 
 
 def test_its_loss_and_gradient_are_those_of_the_jobs_loss() -> None:

@@ -94,7 +94,7 @@ class FoundRows(msgspec.Struct, frozen=True):
     waiting_on: str = ""
 
 
-class RowRun(msgspec.Struct, frozen=True, array_like=True):
+class BlockRows(msgspec.Struct, frozen=True, array_like=True):
     """`rows` rows of the answer lie in the same blocks, one after the other.
 
     parts: (index into the answer's blocks, first row there); of a field that several have, the last one counts.
@@ -113,7 +113,7 @@ class FetchedRows(msgspec.Struct, frozen=True):
 
     indexes: list[int] = []
     fields: list[str] = []
-    segments: list[RowRun] = []
+    segments: list[BlockRows] = []
     blocks: list[BlockRef] = []
     blobs: list[BlobRef] = []
     pin: int = 0

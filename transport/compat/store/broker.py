@@ -6,15 +6,10 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
-import msgspec
-
-from relax_rt.transport.base.journal import Journal
+from relax_rt.transport.base.broker import JournaledBroker, rpc_caller
+from relax_rt.transport.base.liveness import node_name
 from relax_rt.transport.base.process_stat import start_time
-from relax_rt.transport.base.waits import WaitingCalls
-from relax_rt.transport.base.watch import ProcessWatch, node_name
-from relax_rt.transport.compat.store import state as ev
 from relax_rt.transport.compat.store.api import (
     MAX_ROWS,
     FetchedRows,
@@ -26,28 +21,37 @@ from relax_rt.transport.compat.store.api import (
     StoreMembership,
     Tags,
 )
-from relax_rt.transport.compat.store.ledger import ROOM, ROWS, Reply, StoreLedger
+from relax_rt.transport.compat.store.ledger import (
+    ROOM,
+    ROWS,
+    BlocksSpilled,
+    CallerGone,
+    CallerJoined,
+    ClearRows,
+    ConfigureStore,
+    GetRows,
+    PutRows,
+    Reply,
+    ResetTask,
+    SampleRows,
+    StoreCall,
+    StoreEntry,
+    StoreLedger,
+    StoreLimits,
+    StoreOpened,
+    StoreOutcome,
+    UnpinRows,
+)
 from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
 from relax_rt.transport.memory.spill import SpillFiles, dead_slabs
-from relax_rt.transport.rpc import rpc
-from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, Unreachable
+from relax_rt.transport.rpc.errors import OutOfSpace, Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
-MAX_WAIT_S = 60.0
 FSYNC_EVERY_S = 1.0
 _SPILL_RETRY_S = 5.0
-_UNMET_KEPT = 1024
-_OTHER_VERSION = "was it written by another version of relax-rt?"
-
-T = TypeVar("T")
-W = TypeVar("W", FoundRows, StoredRows)
 
 
-def _rpc_caller() -> Incarnation:
-    return rpc.caller().who
-
-
-class StoreBroker:
+class StoreBroker(JournaledBroker[StoreLedger]):
     """Implements StoreApi. Every call that changes the store is in the journal before it is answered.
 
     Args:
@@ -65,24 +69,15 @@ class StoreBroker:
         spill_dir: Path,
         *,
         memory: str,
-        limits: ev.StoreLimits,
-        identify: Callable[[], Incarnation] = _rpc_caller,
+        limits: StoreLimits,
+        identify: Callable[[], Incarnation] = rpc_caller,
     ) -> None:
+        super().__init__("the store's broker", folder, StoreLedger(), identify=identify, clock=time.monotonic)
         self._shm_dir, self._spill_dir = shm_dir, spill_dir
-        self._memory, self._limits, self._identify = memory, limits, identify
-        self._journal = Journal(folder)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._ledger = StoreLedger()
+        self._memory, self._limits = memory, limits
         self._disk = SpillFiles(shm_dir, spill_dir, 0)
-        self._watch = ProcessWatch(self._process_ended)
-        self._waits = WaitingCalls(time.monotonic)
-        self._unmet: dict[tuple[Incarnation, int], FoundRows | StoredRows] = {}
         self._full = asyncio.Event()
         self._sweep_wanted = True
-        self._failed: asyncio.Future[None] | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-
-    # --- life
 
     async def open(self) -> None:
         """Recover the ledger and begin to keep journal and memory. Call it once, before any other method.
@@ -90,141 +85,36 @@ class StoreBroker:
         Raises:
             Corrupt: the journal is damaged in a way that lost acknowledged events, or of another version.
         """
-        self._failed = asyncio.get_running_loop().create_future()
-        recovered = await asyncio.to_thread(self._journal.recover)
-        try:
-            self._ledger = StoreLedger(recovered.snapshot)
-        except msgspec.DecodeError as error:
-            raise Corrupt(f"journal snapshot {recovered.n}", why=str(error), hint=_OTHER_VERSION) from error
-        decode = msgspec.msgpack.Decoder(ev.StoreEntry).decode
-        for n, payload in recovered.records:
-            try:
-                same = self._ledger.apply(decode(payload)).changed and self._ledger.state.n == n
-            except (Refused, msgspec.DecodeError) as error:
-                raise Corrupt(f"journal record {n}", why=str(error), hint=_OTHER_VERSION) from error
-            if not same:
-                raise Corrupt(f"journal record {n}", why="its replay changes nothing", hint=_OTHER_VERSION)
-        self._apply(ev.StoreOpened(self._memory, self._limits))
+        await self._recover(StoreLedger, StoreEntry)
+        self._apply(StoreOpened(self._memory, self._limits))
         # A broker that spills has journaled something before, so no two brokers of a folder use the same number.
-        self._disk = SpillFiles(self._shm_dir, self._spill_dir, self._ledger.state.n)
+        self._disk = SpillFiles(self._shm_dir, self._spill_dir, self._ledger.n)
         for known in list(self._ledger.state.callers.values()):
             self._watch.add(known.who, known.pid, known.started)
-        self._tasks = [asyncio.create_task(work()) for work in (self._keep_disk, self._keep_room)]
-        for task in self._tasks:
-            task.add_done_callback(self._task_ended)
-
-    async def run(self) -> None:
-        """Run until the broker fails.
-
-        Raises:
-            Exception: what stopped it (OutOfSpace: the journal could not be written). A restart recovers all that was
-                acknowledged.
-        """
-        assert self._failed is not None, "open() first"
-        await asyncio.shield(self._failed)
-
-    async def close(self) -> None:
-        """Stop, and force the journal to disk."""
-        self._watch.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._failed is not None and not self._failed.done():
-            self._failed.cancel()
-        await asyncio.to_thread(self._journal.close)
-
-    def _fail(self, error: BaseException) -> None:
-        """The state in memory is ahead of the journal: nothing may be answered any more."""
-        assert self._failed is not None
-        if not self._failed.done():
-            self._failed.set_exception(error)
-            # Mark it as retrieved, also where nobody awaits run().
-            self._failed.exception()
-        self._waits.touch_all()
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
-
-    def _check_alive(self) -> None:
-        if self._failed is not None and self._failed.done():
-            # Not the caller's fault: it asks the next incarnation again.
-            error = self._failed.exception() if not self._failed.cancelled() else None
-            raise Unreachable("the store's broker", why=f"it failed ({error}) and is to be started again")
-
-    # --- events
+        self._start(self._keep_disk, self._keep_room)
 
     def _apply(
         self,
-        event: ev.StoreOpened | ev.CallerJoined | ev.CallerGone | ev.BlocksSpilled | ev.StoreCall,
-        seq: int | None = None,
+        event: StoreOpened | CallerJoined | CallerGone | BlocksSpilled | StoreCall,
+        who: Incarnation | None = None,
+        seq: int = 0,
     ) -> Reply:
-        """Apply an event, journal it, wake waiting calls; then the reply may be sent. seq: of a call; who asks is."""
         self._check_alive()
-        who = self._identify() if seq is not None else None
-        entry = ev.StoreEntry(self._ledger.state.n + 1, event, who, seq or 0)
-        sound = False
-        try:
-            outcome = self._ledger.apply(entry)
-            if outcome.changed:
-                self._journal.append(entry.n, self._encoder.encode(entry))
-            sound = True
-        except Refused:
-            sound = True
-            raise
-        except OutOfSpace as error:
-            self._fail(error)
-            raise Unreachable("the store's broker", why=str(error)) from error
-        finally:
-            if not sound:
-                self._fail(RuntimeError(f"the store's ledger broke down on {entry}"))
+        outcome: StoreOutcome = self._commit(StoreEntry(self._ledger.n + 1, event, who, seq))
         if outcome.touched:
             self._waits.touch(outcome.touched)
         if self._ledger.state.blocks.payload_bytes > self._limits.high_water * self._limits.capacity_bytes:
             self._full.set()
         return outcome.reply
 
-    def _call(self, event: ev.StoreCall, seq: int, kind: type[T]) -> T:
-        reply = self._apply(event, seq)
-        assert isinstance(reply, kind)
-        return reply
-
-    async def _wait_for(self, event: ev.StoreCall, topic: str, seq: int, wait_s: float, kind: type[W]) -> W:
-        """Apply an event until its reply waits on nothing or wait_s is over; then reply with the reason."""
-        who = self._identify()
-        key = (who, seq)
-        # In this order a wait of NaN seconds is none.
-        deadline = time.monotonic() + min(max(0.0, wait_s), MAX_WAIT_S)
-        token = self._waits.enter(who.slot, topic)
-        try:
-            while True:
-                # A copy of this call, sent over a connection that was lost, may have been answered "nothing yet": then
-                # its caller has gone on, and this copy must not take rows that nobody would read.
-                reply = self._unmet.get(key) or self._call(event, seq, kind)
-                if not isinstance(reply, kind):
-                    raise Refused(f"call {seq}", why="another call had this number", hint="number changing calls anew")
-                left = deadline - time.monotonic()
-                if not reply.waiting_on or left <= 0 or key in self._unmet:
-                    break
-                await self._waits.wait(token, reply.waiting_on, left)
-        finally:
-            self._waits.leave(token)
-        if reply.waiting_on:
-            self._unmet[key] = reply
-            while len(self._unmet) > _UNMET_KEPT:
-                del self._unmet[next(iter(self._unmet))]
-        return reply
-
-    def _process_ended(self, who: Incarnation, _reason: str) -> None:
-        """A watched process is dead. May come after the broker's own failure, when nothing can be journaled."""
-        if self._failed is not None and not self._failed.done():
-            self._apply(ev.CallerGone(who))
+    def _process_ended(self, who: Incarnation, reason: str) -> None:
+        if self._alive:
+            self._apply(CallerGone(who))
             self._sweep_wanted = True
 
-    # --- StoreApi
+    # --- StoreApi says what each of these does
 
     async def join(self, name: str, node: str, pid: int) -> StoreMembership:
-        """Admit a process of this node, watch it, and issue its epoch."""
         if node != node_name():
             raise Refused(
                 f"joining the store as '{name}'",
@@ -235,16 +125,14 @@ class StoreBroker:
         if not started:
             raise Refused(f"joining as '{name}'", why=f"there is no process {pid} on this node")
         who = Incarnation(name, self._ledger.state.next_epoch)
-        self._apply(ev.CallerJoined(who, pid, started))
+        self._apply(CallerJoined(who, pid, started))
         self._watch.add(who, pid, started)
         return StoreMembership(who, str(self._shm_dir), str(self._spill_dir))
 
     async def configure(self, seq: int, config: StoreConfig) -> StoreConfig:
-        """Set the configuration if there is none."""
-        return self._call(ev.ConfigureStore(config), seq, StoreConfig)
+        return self._call(ConfigureStore(config), seq, StoreConfig)
 
     async def config(self) -> StoreConfig | None:
-        """The configuration in force."""
         return self._ledger.state.config
 
     async def put(
@@ -258,35 +146,26 @@ class StoreBroker:
         replace_tags: bool,
         wait_s: float,
     ) -> StoredRows:
-        """Put a block's columns and tags on rows; waits for room."""
         if max(new, len(rows.keys), len(rows.indexes)) > MAX_ROWS:
             raise Refused(f"put of over {MAX_ROWS} rows", why="that is the limit of one call", hint="put fewer at once")
-        return await self._wait_for(
-            ev.PutRows(rows, new, block, blobs, tags, replace_tags), ROOM, seq, wait_s, StoredRows
-        )
+        return await self._wait_for(PutRows(rows, new, block, blobs, tags, replace_tags), ROOM, seq, wait_s, StoredRows)
 
     async def find(self, rows: RowNames) -> FoundRows:
-        """The rows that are there."""
         return self._ledger.rows.find(rows)
 
     async def get(self, seq: int, rows: RowNames, fields: list[str] | None) -> FetchedRows:
-        """Pin fields of rows for the caller."""
-        return self._call(ev.GetRows(rows, fields), seq, FetchedRows)
+        return self._call(GetRows(rows, fields), seq, FetchedRows)
 
     async def unpin(self, seq: int, pins: list[int]) -> list[Extent]:
-        """Release pins of the caller."""
-        return list(self._call(ev.UnpinRows(pins), seq, list))
+        return list(self._call(UnpinRows(pins), seq, list))
 
     async def clear(self, seq: int, rows: RowNames) -> list[Extent]:
-        """Remove rows, or a partition."""
-        return list(self._call(ev.ClearRows(rows), seq, list))
+        return list(self._call(ClearRows(rows), seq, list))
 
     async def list_keys(self, partition: str | None) -> dict[str, dict[str, Tags]]:
-        """Keys and tags by partition."""
         return self._ledger.rows.list_keys(partition)
 
     async def partitions(self) -> list[str]:
-        """Names of the partitions."""
         return list(self._ledger.state.partitions)
 
     async def sample(
@@ -300,21 +179,17 @@ class StoreBroker:
         batch_index: int | None,
         wait_s: float,
     ) -> FoundRows:
-        """Rows for a task, chosen by the sampler; waits for them."""
-        event = ev.SampleRows(partition, task, fields, batch, rank, batch_index)
+        event = SampleRows(partition, task, fields, batch, rank, batch_index)
         return await self._wait_for(event, ROWS, seq, wait_s, FoundRows)
 
     async def consumed(self, partition: str, task: str) -> RowStatus:
-        """Which rows a task has consumed."""
         return self._ledger.rows.consumed(partition, task)
 
     async def produced(self, partition: str, fields: list[str]) -> RowStatus:
-        """Which fields each row has."""
         return self._ledger.rows.produced(partition, fields)
 
     async def reset(self, seq: int, partition: str, task: str | None) -> bool:
-        """Let a task consume a partition anew."""
-        return self._call(ev.ResetTask(partition, task), seq, bool)
+        return self._call(ResetTask(partition, task), seq, bool)
 
     def waiting(self) -> dict[str, str]:
         """What each caller waits for now."""
@@ -327,9 +202,7 @@ class StoreBroker:
         while True:
             await asyncio.sleep(FSYNC_EVERY_S)
             self._check_alive()
-            await asyncio.to_thread(self._journal.sync)
-            if self._journal.wants_snapshot:
-                await asyncio.to_thread(self._journal.rotate(self._ledger.snapshot()))
+            await self._force_journal(snapshot=True)
             if self._sweep_wanted:
                 state = self._ledger.state
                 # Again until the last spilled block is gone, and its file.
@@ -354,7 +227,7 @@ class StoreBroker:
                     # Puts wait meanwhile; they say that memory is full.
                     await asyncio.sleep(_SPILL_RETRY_S)
                     continue
-                self._apply(ev.BlocksSpilled(copied))
+                self._apply(BlocksSpilled(copied))
                 self._disk.written()
                 self._sweep_wanted = True
                 unreadable = {id_ for id_ in unreadable if id_ in self._ledger.state.blocks.blocks} | failed.keys()

@@ -8,13 +8,13 @@ import os
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from relax_rt.transport.base.calls import NumberedCalls
 from relax_rt.transport.base.folder import RUN_ID, find
-from relax_rt.transport.base.watch import node_name
+from relax_rt.transport.base.liveness import node_name
 from relax_rt.transport.compat.store.api import (
     FetchedRows,
     FoundRows,
@@ -75,8 +75,8 @@ class StoreClient:
         """Why the call that waits does so; empty when none does."""
         self._client, self._loop = client, asyncio.get_running_loop()
         self._shm_dir, self._spill_dir = Path(joined.shm_dir), Path(joined.spill_dir)
-        self._api = client.bind(StoreApi, timeout_s=CALL_S)
-        self._calls = NumberedCalls(str(self.who), patience_s, self._waits)
+        self.api = client.bind(StoreApi, timeout_s=CALL_S)
+        self._calls = NumberedCalls(str(self.who), patience_s, self._set_waiting)
         self._space_wait_s = space_wait_s
         self.writer = ArenaWriter(
             self._shm_dir, self.who, slab_bytes=min(SLAB_BYTES, capacity_bytes // 2), capacity_bytes=capacity_bytes
@@ -112,18 +112,14 @@ class StoreClient:
         await self._client.close()
         self.reader.close()
 
-    def _waits(self, reason: str) -> None:
+    def _set_waiting(self, reason: str) -> None:
         self.waiting_on = reason
 
     # --- put
 
     async def configure(self, config: StoreConfig) -> StoreConfig:
         """Set the configuration if there is none; returns the one in force."""
-        return await self._calls.call(lambda seq: self._api.configure(seq, config))
-
-    async def config(self) -> StoreConfig | None:
-        """The configuration in force, if there is one."""
-        return await self._api.config()
+        return await self._calls.call(lambda seq: self.api.configure(seq, config))
 
     async def put(
         self,
@@ -150,7 +146,7 @@ class StoreClient:
         block, blobs = (placed.block, placed.blobs) if placed is not None else (None, [])
         try:
             stored = await self._put_when_room(
-                lambda seq, slice_s: self._api.put(seq, rows, new, block, blobs, tags, replace_tags, slice_s),
+                lambda seq, slice_s: self.api.put(seq, rows, new, block, blobs, tags, replace_tags, slice_s),
                 deadline,
             )
         except (Refused, OutOfSpace):
@@ -164,11 +160,11 @@ class StoreClient:
         while True:
             slice_s = min(max(deadline - self._loop.time(), 0.0), ROOM_SLICE_S)
             stored = await self._calls.call(lambda seq, slice_s=slice_s: send(seq, slice_s))  # type: ignore[misc]
-            self._waits(stored.waiting_on)
+            self._set_waiting(stored.waiting_on)
             if not stored.waiting_on:
                 return stored
             if self._loop.time() >= deadline:
-                self._waits("")
+                self._set_waiting("")
                 raise OutOfSpace(f"put to the store by {self.who}", why=stored.waiting_on)
 
     async def _place(self, columns: Mapping[str, Any], deadline: float) -> PlacedBlock:
@@ -184,20 +180,16 @@ class StoreClient:
             except OutOfSpace as error:
                 if self._loop.time() >= deadline:
                     raise
-                self._waits(str(error))
+                self._set_waiting(str(error))
             await self._unpin(self._take_unpinned())
             await asyncio.sleep(SPACE_POLL_S)
-            self._waits("")
+            self._set_waiting("")
 
     def _free(self, extents: Sequence[Extent]) -> None:
         for extent in extents:
             self.writer.free(extent)
 
     # --- get
-
-    async def find(self, rows: RowNames) -> FoundRows:
-        """The rows that are there, with keys, fields and tags."""
-        return await self._api.find(rows)
 
     async def get(self, rows: RowNames, fields: list[str] | None = None) -> RowReading:
         """Where the fields of the rows lie. Close it when what is needed was made of it."""
@@ -213,7 +205,7 @@ class StoreClient:
             raise
 
     async def _get(self, rows: RowNames, fields: list[str] | None) -> RowReading:
-        fetched = await self._calls.call(lambda seq: self._api.get(seq, rows, fields))
+        fetched = await self._calls.call(lambda seq: self.api.get(seq, rows, fields))
         try:
             return RowReading(fetched, self.reader, self._shm_dir, self._spill_dir, lambda: self._release(fetched.pin))
         except BaseException:
@@ -243,7 +235,7 @@ class StoreClient:
 
     async def _unpin(self, pins: list[int]) -> None:
         try:
-            self._free(await self._calls.call(lambda seq: self._api.unpin(seq, pins)))
+            self._free(await self._calls.call(lambda seq: self.api.unpin(seq, pins)))
         except RelaxError:
             self._unpinned += pins
             raise
@@ -260,15 +252,7 @@ class StoreClient:
         """Remove rows; a whole partition if neither keys nor indexes are given."""
         if self._unpinned:
             await self._unpin(self._take_unpinned())
-        self._free(await self._calls.call(lambda seq: self._api.clear(seq, rows)))
-
-    async def list_keys(self, partition: str | None) -> dict[str, dict[str, Tags]]:
-        """Keys and their tags, by partition."""
-        return await self._api.list_keys(partition)
-
-    async def partitions(self) -> list[str]:
-        """Names of the partitions, oldest first."""
-        return await self._api.partitions()
+        self._free(await self._calls.call(lambda seq: self.api.clear(seq, rows)))
 
     async def sample(
         self,
@@ -286,28 +270,28 @@ class StoreClient:
         while True:
             slice_s = min(max(deadline - self._loop.time(), 0.0), SLICE_S)
             found = await self._calls.call(
-                lambda seq, slice_s=slice_s: self._api.sample(  # type: ignore[misc]
+                lambda seq, slice_s=slice_s: self.api.sample(  # type: ignore[misc]
                     seq, partition, task, names, batch, rank, batch_index, slice_s
                 )
             )
             if not found.waiting_on or self._loop.time() >= deadline:
-                self._waits("")
+                self._set_waiting("")
                 return found
-            self._waits(found.waiting_on)
+            self._set_waiting(found.waiting_on)
 
     async def consumed(self, partition: str, task: str) -> tuple[list[int], list[bool]] | None:
         """Indexes of a partition's rows, and whether the task has consumed each; None if there is no such partition."""
-        status = await self._api.consumed(partition, task)
+        status = await self.api.consumed(partition, task)
         return (status.indexes, [flags[0] for flags in status.flags]) if status.known else None
 
     async def produced(self, partition: str, fields: Sequence[str]) -> tuple[list[int], list[list[bool]]] | None:
         """Indexes of a partition's rows, and which of the fields each has; None if one of these is not known."""
-        status = await self._api.produced(partition, list(fields))
+        status = await self.api.produced(partition, list(fields))
         return (status.indexes, status.flags) if status.known else None
 
     async def reset(self, partition: str, task: str | None) -> bool:
         """Let a task (None: every task) consume the partition anew; False if there is no such partition."""
-        return await self._calls.call(lambda seq: self._api.reset(seq, partition, task))
+        return await self._calls.call(lambda seq: self.api.reset(seq, partition, task))
 
 
 def _drop(task: asyncio.Task[Any]) -> None:
@@ -316,16 +300,16 @@ def _drop(task: asyncio.Task[Any]) -> None:
         answer.close()
 
 
-class FieldRun:
+class FieldRun(NamedTuple):
     """`rows` rows of a field, from row `first` of a block on.
 
     own: the block lies in private pages; else copy what is to be kept.
     """
 
-    __slots__ = ("block", "first", "own", "rows")
-
-    def __init__(self, block: Block, first: int, rows: int, *, own: bool) -> None:
-        self.block, self.first, self.rows, self.own = block, first, rows, own
+    block: Block
+    first: int
+    rows: int
+    own: bool
 
 
 class RowReading:
@@ -351,7 +335,12 @@ class RowReading:
         self._blocks: list[tuple[Block, bool]] = []
         for ref in fetched.blocks:
             # Blobs would need pages of their own too; they are copied.
-            own = alone is not None and not blobs and _is_large(ref, alone.rows)
+            own = (
+                alone is not None
+                and not blobs
+                and ref.extent is not None
+                and ref.extent.nbytes * alone.rows >= PRIVATE_MAP_FROM_BYTES * ref.rows
+            )
             self._blocks.append((self._own_block(ref) if own else reader.block(ref, blobs), own))
 
     def _own_block(self, ref: BlockRef) -> Block:
@@ -371,7 +360,7 @@ class RowReading:
             for index, first in reversed(segment.parts):
                 block, own = self._blocks[index]
                 if field in block.names:
-                    yield FieldRun(block, first, segment.rows, own=own)
+                    yield FieldRun(block, first, segment.rows, own)
                     break
             else:
                 raise Corrupt(f"field '{field}'", why="no block of the answer has it")
@@ -387,10 +376,6 @@ class RowReading:
         self._open -= 1
         if self._open == 0:
             self._unread()
-
-
-def _is_large(ref: BlockRef, rows: int) -> bool:
-    return ref.extent is not None and ref.extent.nbytes * rows >= PRIVATE_MAP_FROM_BYTES * ref.rows
 
 
 def map_private(extent: Extent, shm_dir: Path, spill_dir: Path) -> tuple[mmap.mmap, int]:

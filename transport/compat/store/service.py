@@ -1,10 +1,19 @@
-"""The store of a folder: its broker behind a unix socket, for the processes of one node."""
+"""``python -m relax_rt.transport.compat.store.service FOLDER``: serve a folder's store on a unix socket.
+
+It serves the processes of one node until standard input ends: the process that starts it holds the other end of the
+pipe, so the broker ends with that process, however it ends.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
+import signal
+import sys
 from pathlib import Path
+
+import uvloop
 
 from relax_rt.transport.base.folder import (
     RUN_ID,
@@ -13,17 +22,17 @@ from relax_rt.transport.base.folder import (
     remove_abandoned_memory,
     socket_path,
 )
-from relax_rt.transport.base.watch import node_name
+from relax_rt.transport.base.liveness import node_name
 from relax_rt.transport.compat.store.api import StoreApi
 from relax_rt.transport.compat.store.broker import StoreBroker
-from relax_rt.transport.compat.store.state import StoreLimits
+from relax_rt.transport.compat.store.ledger import StoreLimits
 from relax_rt.transport.rpc import rpc
-from relax_rt.transport.rpc.errors import Refused
+from relax_rt.transport.rpc.errors import Refused, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
 
 
 class StoreService:
-    """Serves the store of a folder; used by ``python -m relax_rt.transport.compat.store``.
+    """Serves the store of a folder.
 
     Args:
         folder: made if it is not there (0700); holds journal, socket and spilled payload.
@@ -78,3 +87,44 @@ class StoreService:
         if self._broker is not None:
             await self._broker.close()
         await asyncio.to_thread(self._folder.release, keep_memory=keep_memory)
+
+
+async def serve(folder: Path, limits: StoreLimits) -> None:
+    """Serve until standard input ends or SIGTERM comes. A broker that fails ends the process with its error."""
+    service = StoreService(folder, limits)
+    await service.open()
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, over.set)
+    loop.add_reader(sys.stdin.fileno(), lambda: None if os.read(sys.stdin.fileno(), 64) else over.set())
+    failing, ending = asyncio.ensure_future(service.broker.run()), asyncio.ensure_future(over.wait())
+    failed = False
+    try:
+        await asyncio.wait([failing, ending], return_when=asyncio.FIRST_COMPLETED)
+        if failed := failing.done():
+            failing.result()
+    finally:
+        loop.remove_reader(sys.stdin.fileno())
+        for task in (failing, ending):
+            task.cancel()
+        await asyncio.gather(failing, ending, return_exceptions=True)
+        await service.close(keep_memory=failed)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m relax_rt.transport.compat.store.service", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--capacity-bytes", type=int, default=0, help="payload in memory from which on it is spilled")
+    parser.add_argument("--spill-bytes", type=int, default=0, help="payload that may be spilled to disk; 0: none")
+    options = parser.parse_args()
+    # An interrupt goes to the whole terminal; the process that started this one ends it by closing the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    limits = StoreLimits(options.capacity_bytes or StoreLimits().capacity_bytes, options.spill_bytes)
+    try:
+        uvloop.run(serve(options.folder, limits))
+    except RelaxError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
         "pip install 'relax-rt[transferqueue]'",
         name=error.name,
     ) from error
-from relax_rt.transport.compat.transfer_queue.config import (
+from relax_rt.transport.compat.transfer_queue.connection import (
     BaseSampler,
     GRPOGroupNSampler,
     RankAwareSampler,

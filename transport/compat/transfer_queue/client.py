@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from relax_rt.transport.compat.store.api import FoundRows, RowNames, Tags
-from relax_rt.transport.compat.transfer_queue import objects
+from relax_rt.transport.compat.transfer_queue.columns import batch_of, columns_of, decode_object, encode_object, parsed
 from relax_rt.transport.compat.transfer_queue.connection import Connection
 from relax_rt.transport.compat.transfer_queue.errors import (
     NotOffered,
@@ -20,8 +20,7 @@ from relax_rt.transport.compat.transfer_queue.errors import (
     SamplerRefused,
     StorageKeyNotFoundError,
 )
-from relax_rt.transport.compat.transfer_queue.metadata import BatchMeta, Schema, schema_of
-from relax_rt.transport.compat.transfer_queue.tensors import batch_of, columns_of, parsed
+from relax_rt.transport.compat.transfer_queue.metadata import BatchMeta, schema_of
 from relax_rt.transport.rpc.errors import Refused
 
 WAIT_S = float(os.environ.get("TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL", "5"))
@@ -33,17 +32,17 @@ P = ParamSpec("P")
 Parser = Callable[[Any], Any]
 
 
-def tags_in(tags: Sequence[dict[str, Any]], names: Sequence[object]) -> list[Tags]:
-    """Tags as the store keeps them."""
+def encode_tags(tags: Sequence[dict[str, Any]], names: Sequence[object]) -> list[Tags]:
+    """Encode tags for the store."""
     return [
-        {tag: objects.encode(value, f"tag {tag!r} of {name!r}") for tag, value in own.items()}
+        {tag: encode_object(value, f"tag {tag!r} of {name!r}") for tag, value in own.items()}
         for own, name in zip(tags, names, strict=True)
     ]
 
 
-def tags_out(tags: Tags) -> dict[str, Any]:
-    """A sample's tags as its user knows them."""
-    return {name: objects.decode(value, f"tag {name!r}") for name, value in tags.items()}
+def decode_tags(tags: Tags) -> dict[str, Any]:
+    """Decode the tags of one sample."""
+    return {name: decode_object(value, f"tag {name!r}") for name, value in tags.items()}
 
 
 def checked_keys(keys: Any) -> list[str]:
@@ -90,9 +89,6 @@ class TransferQueueClient:
         self.connection = connection
         self.client_id = str(connection.store.who)
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.connection.run(work)
-
     def _meta(
         self, found: FoundRows, fields: Sequence[str] | None = None, status: Sequence[int] | None = None
     ) -> BatchMeta:
@@ -100,13 +96,10 @@ class TransferQueueClient:
             found.indexes,
             found.partitions,
             production_status=status if status is not None else [1] * len(found.indexes),
-            custom_meta=[tags_out(tags) for tags in found.tags],
+            custom_meta=[decode_tags(tags) for tags in found.tags],
             field_names=found.fields if fields is None else fields,
-            describe=self._describe,
+            describe=lambda meta: schema_of(self.get_data(meta)),
         )
-
-    def _describe(self, meta: BatchMeta) -> Schema:
-        return schema_of(self.get_data(meta))
 
     # --- batches
 
@@ -131,7 +124,7 @@ class TransferQueueClient:
             found = FoundRows(stored.indexes, [], [partition_id] * batch_size, [], stored.tags)
             return self._meta(found, data_fields, [0] * batch_size)
         if mode == "force_fetch":
-            found = await store.find(RowNames(partition_id))
+            found = await store.api.find(RowNames(partition_id))
             produced = await store.produced(partition_id, data_fields)
             have = dict(zip(*produced, strict=True)) if produced is not None else {}
             return self._meta(found, data_fields, [int(all(have.get(index, (False,)))) for index in found.indexes])
@@ -212,20 +205,20 @@ class TransferQueueClient:
         if not metadata:
             raise ValueError("the batch to put to has no samples")
         rows = RowNames(indexes=metadata.global_indexes)
-        await store.put(rows, columns, tags=self._tags_of(metadata), replace_tags=True)
+        await store.put(
+            rows, columns, tags=encode_tags(metadata.custom_meta, metadata.global_indexes), replace_tags=True
+        )
         return metadata.add_fields(data)
 
     put, async_put = _forms(_put)
-
-    @staticmethod
-    def _tags_of(metadata: BatchMeta) -> list[Tags]:
-        return tags_in(metadata.custom_meta, metadata.global_indexes)
 
     async def _set_custom_meta(self, metadata: BatchMeta) -> None:
         """The tags of the samples are those of the batch from now on."""
         if metadata:
             rows = RowNames(indexes=metadata.global_indexes)
-            await self.connection.store.put(rows, tags=self._tags_of(metadata), replace_tags=True)
+            await self.connection.store.put(
+                rows, tags=encode_tags(metadata.custom_meta, metadata.global_indexes), replace_tags=True
+            )
 
     set_custom_meta, async_set_custom_meta = _forms(_set_custom_meta)
 
@@ -288,7 +281,7 @@ class TransferQueueClient:
 
     async def _get_partition_list(self) -> list[str]:
         """Names of the partitions, oldest first."""
-        return await self.connection.store.partitions()
+        return await self.connection.store.api.partitions()
 
     get_partition_list, async_get_partition_list = _forms(_get_partition_list)
 
@@ -299,7 +292,7 @@ class TransferQueueClient:
         names = checked_keys(keys)
         if create:
             await self.connection.store.put(RowNames(partition_id, names))
-        found = await self.connection.store.find(RowNames(partition_id, names))
+        found = await self.connection.store.api.find(RowNames(partition_id, names))
         return self._meta(found, status=[int(bool(found.fields))] * len(found.indexes))
 
     kv_retrieve_meta, async_kv_retrieve_meta = _forms(_kv_retrieve_meta)
@@ -311,7 +304,7 @@ class TransferQueueClient:
             raise ValueError("an empty list of numbers")
         if not all(isinstance(index, int) for index in indexes):
             raise TypeError(f"not all numbers of samples are int: {indexes[:8]}")
-        found = await self.connection.store.find(RowNames(indexes=indexes))
+        found = await self.connection.store.api.find(RowNames(indexes=indexes))
         keys = {
             index: key or None
             for index, key, partition in zip(found.indexes, found.keys, found.partitions, strict=True)
@@ -323,8 +316,8 @@ class TransferQueueClient:
 
     async def _kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
         """Keys with their tags, by partition."""
-        listed = await self.connection.store.list_keys(partition_id)
-        return {name: {key: tags_out(tags) for key, tags in keys.items()} for name, keys in listed.items()}
+        listed = await self.connection.store.api.list_keys(partition_id)
+        return {name: {key: decode_tags(tags) for key, tags in keys.items()} for name, keys in listed.items()}
 
     kv_list, async_kv_list = _forms(_kv_list)
 
@@ -338,7 +331,9 @@ class TransferQueueClient:
         wait_s: float,
     ) -> BatchMeta:
         """Like get_meta, but waits for samples in polling_mode too."""
-        return self._run(self._sample(data_fields, batch_size, partition_id, task_name, sampling_config, wait_s))
+        return self.connection.run(
+            self._sample(data_fields, batch_size, partition_id, task_name, sampling_config, wait_s)
+        )
 
     def has_batch(
         self,
@@ -352,7 +347,7 @@ class TransferQueueClient:
         would give a batch away."""
         rank, batch_index = sampling_config.get("dp_rank"), sampling_config.get("batch_index")
         store = self.connection.store
-        found = self._run(
+        found = self.connection.run(
             store.sample(partition_id, task_name, data_fields, batch_size, rank=rank, batch_index=batch_index)
         )
         return not found.waiting_on

@@ -1,4 +1,4 @@
-"""This process's connection: an event loop in a thread of its own, and the broker's process if this one started it."""
+"""The connection of this process: its configuration, its event loop in a thread, and the broker that it started."""
 
 from __future__ import annotations
 
@@ -14,17 +14,206 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
+from copy import deepcopy
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 from relax_rt.transport.base.folder import find
 from relax_rt.transport.base.process_stat import start_time
-from relax_rt.transport.compat.store.api import StoreConfig
+from relax_rt.transport.compat.store.api import StoreConfig, StoreSampler
 from relax_rt.transport.compat.store.client import StoreClient
-from relax_rt.transport.compat.transfer_queue import config
-from relax_rt.transport.compat.transfer_queue.errors import NotInitialized
+from relax_rt.transport.compat.transfer_queue.errors import NotInitialized, NotOffered
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, Unreachable
+
+FOLDER_VARIABLE = "RELAX_TRANSFER_QUEUE"
+"""Folder of the queue that every process of a job uses; `init` sets it for processes started later."""
+MEMORY_VARIABLE = "RELAX_TRANSFER_QUEUE_BYTES"
+"""Shared memory that one process may put into; default: half of what is free."""
+EXPECTED_VARIABLE = "TQ_PRE_ALLOC_SAMPLE_NUM"
+DEFAULTS: dict[str, Any] = {
+    "metrics": {"enabled": False, "port": 0},
+    "controller": {"sampler": "SequentialSampler", "polling_mode": False, "zmq_info": None},
+    "backend": {
+        "storage_backend": "SimpleStorage",
+        "SimpleStorage": {"total_storage_size": None, "num_data_storage_units": 2, "zmq_info": None},
+    },
+    "relax": {"folder": None, "capacity_bytes": None, "spill_bytes": 0},
+}
+
+
+class AttributeDict(dict[str, Any]):
+    """A dict whose keys are attributes too, for where OmegaConf is not installed."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+def _as_dicts(conf: Any) -> Any:
+    """OmegaConf's and other mappings as dicts, without a look at OmegaConf where it is not used."""
+    if isinstance(conf, Mapping) or hasattr(conf, "items"):
+        return {str(key): _as_dicts(value) for key, value in conf.items()}
+    return conf
+
+
+def _merge(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    both = deepcopy(base)
+    for key, value in more.items():
+        known = both.get(key)
+        both[key] = _merge(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
+    return both
+
+
+def merged_config(conf: Any) -> dict[str, Any]:
+    """The user's configuration over the defaults.
+
+    Raises:
+        NotOffered: it asks for a storage backend that is not here, or for a metrics server.
+    """
+    full = _merge(DEFAULTS, _as_dicts(conf) if conf is not None else {})
+    backend = full["backend"]["storage_backend"]
+    if backend != "SimpleStorage":
+        raise NotOffered(
+            f"storage backend {backend}", why="payloads lie in shared memory here", hint="leave storage_backend out"
+        )
+    if full["metrics"].get("enabled"):
+        raise NotOffered("metrics.enabled", why="there is no metrics server here", hint="leave metrics out")
+    return full
+
+
+def user_config(full: dict[str, Any]) -> Any:
+    """The merged configuration in the form in which users know it: a DictConfig where OmegaConf is installed."""
+    if find_spec("omegaconf") is None:
+        return _attributes(full)
+    omega = import_module("omegaconf").OmegaConf
+    return omega.merge(omega.create({}, flags={"allow_objects": True}), full)
+
+
+def _attributes(value: Any) -> Any:
+    return AttributeDict({key: _attributes(item) for key, item in value.items()}) if isinstance(value, dict) else value
+
+
+def store_config(full: dict[str, Any]) -> StoreConfig:
+    """The sampler as the broker takes it.
+
+    Raises:
+        ValueError, TypeError, NotOffered: the sampler is none of those offered.
+    """
+    size = full["backend"]["SimpleStorage"].get("total_storage_size")
+    return StoreConfig(
+        spec_of(full["controller"]["sampler"]),
+        expected=max(int(os.environ.get(EXPECTED_VARIABLE, "1")), 0),
+        polling=bool(full["controller"]["polling_mode"]),
+        max_rows=int(size or 0),
+    )
+
+
+def folder_of(full: dict[str, Any] | None) -> Path | None:
+    """The folder that the configuration or the environment names."""
+    named = (full or DEFAULTS)["relax"].get("folder") or os.environ.get(FOLDER_VARIABLE)
+    return Path(named).absolute() if named else None
+
+
+def capacity_bytes(full: dict[str, Any] | None) -> int:
+    """Shared memory that this process may put into.
+
+    Raises:
+        Refused: it is not a positive number.
+    """
+    given = (full or DEFAULTS)["relax"].get("capacity_bytes") or os.environ.get(MEMORY_VARIABLE)
+    if given:
+        if not str(given).isdigit() or int(given) < 1 << 20:
+            raise Refused(f"capacity of {given!r} bytes", why="it is at least 1 MiB, a whole number of bytes")
+        return int(given)
+    memory = os.statvfs("/dev/shm")
+    return max(memory.f_bavail * memory.f_frsize // 2, 1 << 20)
+
+
+# --- samplers
+
+
+class BaseSampler:
+    """Base of the samplers. The user's own are not offered: the broker runs no code of its callers."""
+
+    kind = ""
+    n_samples_per_prompt = dp_size = 1
+
+
+class SequentialSampler(BaseSampler):
+    """The oldest samples first, each once."""
+
+    kind = "sequential"
+
+
+class RankAwareSampler(BaseSampler):
+    """Each batch of a data-parallel rank is chosen once; all that ask with the same rank and index get the same one."""
+
+    kind = "ranked"
+
+
+class GRPOGroupNSampler(BaseSampler):
+    """Whole groups of `n_samples_per_prompt` samples that were put one after the other."""
+
+    kind = "groups"
+
+    def __init__(self, n_samples_per_prompt: int = 1) -> None:
+        if n_samples_per_prompt <= 0:
+            raise ValueError(f"n_samples_per_prompt must be positive, got {n_samples_per_prompt}")
+        self.n_samples_per_prompt = n_samples_per_prompt
+
+
+class SeqlenBalancedSampler(GRPOGroupNSampler):
+    """Whole groups, dealt to `dp_size` data-parallel ranks so that the sums of the tag ``total_lengths`` are alike.
+
+    A rank asks for its own share only.
+    """
+
+    kind = "balanced"
+
+    def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1) -> None:
+        super().__init__(n_samples_per_prompt)
+        if dp_size <= 0:
+            raise ValueError(f"dp_size must be positive, got {dp_size}")
+        self.dp_size = dp_size
+
+
+_BY_NAME: dict[str, type[BaseSampler]] = {
+    kind.__name__: kind for kind in (SequentialSampler, RankAwareSampler, GRPOGroupNSampler, SeqlenBalancedSampler)
+}
+
+
+def spec_of(sampler: Any) -> StoreSampler:
+    """The broker's form of a sampler, its class, or its name.
+
+    Raises:
+        ValueError: there is no sampler of this name.
+        TypeError: it is neither of these.
+        NotOffered: it is a sampler of the user's own.
+    """
+    if isinstance(sampler, str):
+        if sampler not in _BY_NAME:
+            raise ValueError(f"Could not find sampler {sampler}")
+        sampler = _BY_NAME[sampler]
+    if isinstance(sampler, type) and issubclass(sampler, BaseSampler):
+        sampler = sampler()
+    if not isinstance(sampler, BaseSampler):
+        raise TypeError(f"sampler {sampler!r} is neither a sampler nor the class or name of one")
+    if type(sampler) not in _BY_NAME.values():
+        raise NotOffered(
+            f"sampler {type(sampler).__name__}",
+            why="samplers of one's own are not offered",
+            hint="SequentialSampler, RankAwareSampler, GRPOGroupNSampler and SeqlenBalancedSampler are",
+        )
+    return StoreSampler(sampler.kind, sampler.n_samples_per_prompt, sampler.dp_size)
+
 
 START_S = 60.0
 STOP_S = 15.0
@@ -47,23 +236,20 @@ class BrokerProcess:
     """The broker, in a process that ends with this one, and is started again if it dies before."""
 
     def __init__(self, folder: Path, spill_bytes: int) -> None:
-        self._command = [sys.executable, "-m", "relax_rt.transport.compat.store", str(folder)]
+        self._command = [sys.executable, "-m", "relax_rt.transport.compat.store.service", str(folder)]
         if spill_bytes:
-            self._command += ["--capacity-bytes", str(config.capacity_bytes(None)), "--spill-bytes", str(spill_bytes)]
+            self._command += ["--capacity-bytes", str(capacity_bytes(None)), "--spill-bytes", str(spill_bytes)]
         self._stopping = threading.Event()
         self._lock = threading.Lock()
-        self._process = self._start()
-        threading.Thread(target=self._keep, name="transfer-queue-broker", daemon=True).start()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(self._command, stdin=subprocess.PIPE)
+        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
+        threading.Thread(target=self._restart_when_killed, name="transfer-queue-broker", daemon=True).start()
 
     @property
     def ended(self) -> bool:
         """Whether the process has exited."""
         return self._process.poll() is not None
 
-    def _keep(self) -> None:
+    def _restart_when_killed(self) -> None:
         for restart in range(RESTARTS + 1):
             code = self._process.wait()
             # An error of its own (1) comes again; a kill or a broken journal disk is worth another start.
@@ -75,7 +261,7 @@ class BrokerProcess:
                 if self._stopping.is_set():
                     return
                 self._close_pipe()
-                self._process = self._start()
+                self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
 
     def _close_pipe(self) -> None:
         assert self._process.stdin is not None
@@ -121,7 +307,7 @@ class Connection:
             if settings is not None:
                 return store, await store.configure(settings)
             deadline = self._loop.time() + START_S
-            while (known := await store.config()) is None:
+            while (known := await store.api.config()) is None:
                 if self._loop.time() > deadline:
                     raise DeadlineExceeded(f"queue {self.folder}", why="whoever started it has not configured it")
                 await asyncio.sleep(POLL_S)
@@ -155,7 +341,7 @@ class Connection:
         self._loop.close()
 
 
-class _Process:
+class _ProcessState:
     """The connection and the broker of this process."""
 
     def __init__(self) -> None:
@@ -166,7 +352,7 @@ class _Process:
         self.lock = threading.Lock()
 
 
-_process = _Process()
+_process = _ProcessState()
 
 
 def _mine() -> Connection | None:
@@ -188,14 +374,14 @@ def current(folder: Path | None = None) -> Connection:
         return connection
     with _process.lock:
         if (connection := _process.connection) is None:
-            folder = folder or config.folder_of(None)
+            folder = folder or folder_of(None)
             if folder is None or not is_served(folder):
                 raise NotInitialized(
                     "the transfer queue",
                     why="no queue is running here" if folder is None else f"no broker serves {folder}",
-                    hint=f"call init() first, or set {config.FOLDER_VARIABLE} to the folder of one that runs",
+                    hint=f"call init() first, or set {FOLDER_VARIABLE} to the folder of one that runs",
                 )
-            connection = _process.connection = Connection(folder, config.capacity_bytes(None))
+            connection = _process.connection = Connection(folder, capacity_bytes(None))
     return connection
 
 
@@ -208,9 +394,9 @@ def start(full: dict[str, Any]) -> Connection:
     connection = _mine()
     if connection is not None:
         return connection
-    settings = config.store_config(full)
+    settings = store_config(full)
     with _process.lock:
-        folder = config.folder_of(full)
+        folder = folder_of(full)
         if folder is None:
             folder = _process.own_folder = Path(tempfile.mkdtemp(prefix="relax-tq-"))
         mine = not is_served(folder)
@@ -218,9 +404,9 @@ def start(full: dict[str, Any]) -> Connection:
             _process.broker = BrokerProcess(folder, int(full["relax"].get("spill_bytes") or 0))
             _process.broker_pid = os.getpid()
             _await_served(folder, _process.broker)
-        _process.connection = Connection(folder, config.capacity_bytes(full), settings if mine else None)
+        _process.connection = Connection(folder, capacity_bytes(full), settings if mine else None)
         # Processes that this one starts find the queue by it.
-        os.environ[config.FOLDER_VARIABLE] = str(folder)
+        os.environ[FOLDER_VARIABLE] = str(folder)
     return _process.connection
 
 
@@ -239,8 +425,8 @@ def stop() -> None:
     connection, _process.connection = _mine(), None
     if connection is not None:
         connection.close()
-        if os.environ.get(config.FOLDER_VARIABLE) == str(connection.folder) and _process.broker is not None:
-            del os.environ[config.FOLDER_VARIABLE]
+        if os.environ.get(FOLDER_VARIABLE) == str(connection.folder) and _process.broker is not None:
+            del os.environ[FOLDER_VARIABLE]
     broker, _process.broker = _process.broker, None
     if broker is not None and _process.broker_pid == os.getpid():
         broker.stop()

@@ -10,17 +10,17 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from tensordict import TensorDict
 
 from relax_rt.transport.compat.store.api import RowNames
-from relax_rt.transport.compat.transfer_queue import config, connection
+from relax_rt.transport.compat.transfer_queue import connection
 from relax_rt.transport.compat.transfer_queue.client import (
     Parser,
     TransferQueueClient,
     checked_keys,
-    tags_in,
-    tags_out,
+    decode_tags,
+    encode_tags,
 )
+from relax_rt.transport.compat.transfer_queue.columns import batch_of, columns_of, parsed, row_of
 from relax_rt.transport.compat.transfer_queue.errors import NotOffered
 from relax_rt.transport.compat.transfer_queue.metadata import KVBatchMeta
-from relax_rt.transport.compat.transfer_queue.tensors import batch_of, columns_of, parsed, row_of
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -47,10 +47,10 @@ def init(conf: Any = None) -> Any:
             one's own.
         ValueError: there is no sampler of this name.
     """
-    full = config.merged(conf)
+    full = connection.merged_config(conf)
     mine = connection.start(full)
     full["relax"]["folder"] = full["controller"]["zmq_info"] = str(mine.folder)
-    return config.as_given(full)
+    return connection.user_config(full)
 
 
 def close() -> None:
@@ -178,8 +178,8 @@ async def _put(
     columns = None
     if fields is not None:
         columns = columns_of(fields) if parser is None else parsed(fields, parser)
-    stored = await mine.store.put(RowNames(partition_id, keys), columns, tags=tags_in(tags, keys) if tags else ())
-    return KVBatchMeta(list(keys), [tags_out(own) for own in stored.tags], partition_id, stored.fields)
+    stored = await mine.store.put(RowNames(partition_id, keys), columns, tags=encode_tags(tags, keys) if tags else ())
+    return KVBatchMeta(list(keys), [decode_tags(own) for own in stored.tags], partition_id, stored.fields)
 
 
 async def _kv_batch_get(
@@ -210,7 +210,7 @@ async def _kv_batch_get(
             return batch_of(reading)
     finally:
         reading.close()
-    if not (await mine.store.find(rows)).fields:
+    if not (await mine.store.api.find(rows)).fields:
         raise ValueError(f"no field is there for all of the keys {rows.keys[:8]} of partition {partition_id!r}")
     return TensorDict({}, batch_size=0)
 
@@ -239,8 +239,8 @@ kv_batch_get_by_meta, async_kv_batch_get_by_meta = _forms(_kv_batch_get_by_meta)
 
 async def _kv_list(mine: connection.Connection, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
     """Tags by key by partition, of one partition or all; an unknown one is skipped."""
-    listed = await mine.store.list_keys(partition_id)
-    return {name: {key: tags_out(tags) for key, tags in keys.items()} for name, keys in listed.items()}
+    listed = await mine.store.api.list_keys(partition_id)
+    return {name: {key: decode_tags(tags) for key, tags in keys.items()} for name, keys in listed.items()}
 
 
 kv_list, async_kv_list = _forms(_kv_list)

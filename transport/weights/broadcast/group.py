@@ -10,45 +10,48 @@ from typing import Any
 import msgspec
 
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Refused, RelaxError
-from relax_rt.transport.weights.broadcast.communicator import BroadcastFailed, DuplicateDevice, PeerLost, bucket_bounds
 from relax_rt.transport.weights.broadcast.machine import (
-    Abort,
+    AbortRank,
     Action,
-    Broadcast,
+    BroadcastLimits,
     BroadcastMachine,
-    Cancel,
-    Close,
+    CancelTransfer,
+    ClockTick,
+    CloseGroup,
     Event,
-    Fate,
-    Finish,
-    Init,
-    Kill,
-    Limits,
-    Lost,
-    Outcome,
-    Prestart,
+    FinishTransfer,
+    InitRank,
+    KillRank,
+    PrestartRanks,
     RankExited,
     RankReport,
-    Request,
-    Spawn,
-    Tick,
-)
-from relax_rt.transport.weights.broadcast.messages import (
-    AbortCommand,
-    Aborted,
-    BroadcastCommand,
-    Done,
-    Failed,
-    InitCommand,
-    Rendezvous,
-    Report,
+    RequestTransfer,
+    SpawnRank,
+    StartBroadcast,
 )
 from relax_rt.transport.weights.broadcast.processes import EXIT_TIMEOUT_S, Key, RankProcesses
+from relax_rt.transport.weights.broadcast.protocol import (
+    AbortCommand,
+    BroadcastCommand,
+    BroadcastFailed,
+    BroadcastOutcome,
+    DuplicateDevice,
+    Fate,
+    InitCommand,
+    LostRank,
+    PeerLost,
+    RankAborted,
+    RankFailed,
+    Rendezvous,
+    Report,
+    TransferDone,
+    bucket_bounds,
+)
 from relax_rt.transport.weights.manifest import BUCKET_BYTES
 from relax_rt.transport.weights.memory import Memory
 
-GLOO = "relax_rt.transport.weights.broadcast.gloo:GlooCommunicator"
-NCCL = "relax_rt.transport.weights.broadcast.nccl:NcclCommunicator"
+GLOO = "relax_rt.transport.weights.broadcast.backends:GlooCommunicator"
+NCCL = "relax_rt.transport.weights.broadcast.backends:NcclCommunicator"
 
 
 class RankSpec(msgspec.Struct, frozen=True):
@@ -85,20 +88,20 @@ class BroadcastGroup:
         self,
         ranks: Sequence[RankSpec],
         communicator: str,
-        limits: Limits | None = None,
+        limits: BroadcastLimits | None = None,
         *,
         address: str = "127.0.0.1",
         bucket_bytes: int = BUCKET_BYTES,
         shared_devices: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.machine = BroadcastMachine(limits or Limits(), shared_devices=shared_devices)
+        self.machine = BroadcastMachine(limits or BroadcastLimits(), shared_devices=shared_devices)
         self._address, self._bucket_bytes = address, bucket_bytes
         self._devices = {rank.name: rank.device for rank in ranks}
         self.ranks = RankProcesses(communicator, self._devices, self._reported, self._exited, environment)
         self._known = set(self._devices)
         self._transfers: dict[int, dict[str, Memory]] = {}
-        self._waiting: dict[int, asyncio.Future[Outcome]] = {}
+        self._waiting: dict[int, asyncio.Future[BroadcastOutcome]] = {}
         self._writing: dict[Key, _Writing] = {}
         self._requests = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -110,7 +113,7 @@ class BroadcastGroup:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._step(Close())
+        self._step(CloseGroup())
         await self.ranks.close()
         for key in list(self._writing):
             self._write_ended(key)
@@ -123,7 +126,7 @@ class BroadcastGroup:
 
     def prestart(self, *names: str) -> None:
         """Have the processes of these ranks started now, if they are not there; a start costs no broadcast its time."""
-        self._step(Prestart(names))
+        self._step(PrestartRanks(names))
 
     @property
     def present(self) -> frozenset[str]:
@@ -135,7 +138,7 @@ class BroadcastGroup:
         """The ranks whose processes could not be started and are tried no more, and why."""
         return self.machine.given_up
 
-    async def broadcast(self, memories: Mapping[str, Memory], digest: str, timeout_s: float) -> Outcome:
+    async def broadcast(self, memories: Mapping[str, Memory], digest: str, timeout_s: float) -> BroadcastOutcome:
         """Bring what lies in the first rank's memory into all others'.
 
         However it ends, cancelled or not: no rank writes into any of the memories after it.
@@ -163,12 +166,12 @@ class BroadcastGroup:
         self._waiting[number] = asyncio.get_running_loop().create_future()
         buckets = len(bucket_bounds(sizes.pop(), self._bucket_bytes))
         try:
-            self._step(Request(number, tuple(memories), buckets, digest, timeout_s))
+            self._step(RequestTransfer(number, tuple(memories), buckets, digest, timeout_s))
             outcome = await self._waiting[number]
         finally:
             self._waiting.pop(number).cancel()
             try:
-                self._step(Cancel(number))  # without effect on one that has its outcome
+                self._step(CancelTransfer(number))  # without effect on one that has its outcome
                 await self._wait_until_unwritten(number)
             finally:
                 self._transfers.pop(number)
@@ -217,29 +220,29 @@ class BroadcastGroup:
             self._timer.cancel()
             self._timer = None
         if (deadline := self.machine.deadline) is not None:
-            self._timer = loop.call_at(deadline, self._step, Tick())
+            self._timer = loop.call_at(deadline, self._step, ClockTick())
 
     def _execute(self, action: Action) -> None:
-        if isinstance(action, Finish):
+        if isinstance(action, FinishTransfer):
             waiting = self._waiting.get(action.outcome.transfer)
             if waiting is not None and not waiting.done():
                 waiting.set_result(action.outcome)
             return
         key = (action.member, action.incarnation)
-        if isinstance(action, Spawn):
+        if isinstance(action, SpawnRank):
             self.ranks.spawn(key)
-        elif isinstance(action, Kill):
+        elif isinstance(action, KillRank):
             self.ranks.kill(key)
-        elif isinstance(action, Abort):
+        elif isinstance(action, AbortRank):
             self.ranks.send(key, AbortCommand(action.generation))
-        elif isinstance(action, Init):
+        elif isinstance(action, InitRank):
             where = Rendezvous(self._address, self._store.port, f"{self._serial}/{action.generation}")
             command = InitCommand(action.generation, action.rank, action.world, where, action.timeout_s)
             self.ranks.send(key, command)
         else:
             self._send_broadcast(key, action)
 
-    def _send_broadcast(self, key: Key, action: Broadcast) -> None:
+    def _send_broadcast(self, key: Key, action: StartBroadcast) -> None:
         memories = self._transfers[action.transfer]
         root = action.member == next(iter(memories))
         if not root:
@@ -259,7 +262,7 @@ class BroadcastGroup:
         )
 
     def _reported(self, key: Key, report: Report) -> None:
-        if isinstance(report, Done | Failed | Aborted):
+        if isinstance(report, TransferDone | RankFailed | RankAborted):
             self._write_ended(key, report.generation)
         self._step(RankReport(*key, report))
 
@@ -268,7 +271,7 @@ class BroadcastGroup:
         self._step(RankExited(*key, how))
 
 
-def error_of(lost: Lost) -> RelaxError:
+def error_of(lost: LostRank) -> RelaxError:
     """The error of a rank that did not get a transfer."""
     what = f"weights for {lost.member}"
     kinds: dict[Fate, type[RelaxError]] = {
@@ -281,6 +284,6 @@ def error_of(lost: Lost) -> RelaxError:
 
 
 def _serve_store(address: str) -> Any:
-    from relax_rt.transport.weights.broadcast.rendezvous import serve_store  # imports torch
+    from relax_rt.transport.weights.broadcast.backends import serve_store  # imports torch
 
     return serve_store(address)

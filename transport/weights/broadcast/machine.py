@@ -24,27 +24,22 @@ from typing import Literal
 
 import msgspec
 
-from relax_rt.transport.weights.broadcast.messages import (
-    Aborted,
+from relax_rt.transport.weights.broadcast.protocol import (
     AbortReceived,
-    Done,
-    Failed,
-    Hello,
-    Joined,
-    Progress,
+    BroadcastOutcome,
+    Fate,
+    LostRank,
+    RankAborted,
+    RankFailed,
+    RankHello,
+    RankJoined,
     Report,
+    TransferDone,
+    TransferProgress,
 )
 
-Fate = Literal["died", "silent", "absent", "stuck", "duplicate_device", "corrupt", "failed", "late"]
-"""Why a member did not get a transfer.
 
-died: its process ended. silent: it answered nothing, as a stopped process does. absent: it never came. stuck: its
-collective could not be ended, twice. duplicate_device: another rank has its device. corrupt: what it received is not
-what was sent. failed: it reported an error of its own. late: the transfer's own deadline came first.
-"""
-
-
-class Limits(msgspec.Struct, frozen=True):
+class BroadcastLimits(msgspec.Struct, frozen=True):
     """How long each step of a group may take.
 
     Attributes:
@@ -71,27 +66,10 @@ class Limits(msgspec.Struct, frozen=True):
     waiting: int = 4
 
 
-class Lost(msgspec.Struct, frozen=True):
-    """A member that did not get the transfer, and why."""
-
-    member: str
-    fate: Fate
-    why: str
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """How a transfer ended: each of its members but the root is delivered or lost. `error`: why nobody was served."""
-
-    transfer: int
-    delivered: tuple[str, ...]
-    lost: tuple[Lost, ...]
-    error: str = ""
-
-
 # --- events
 
 
-class Request(msgspec.Struct, frozen=True):
+class RequestTransfer(msgspec.Struct, frozen=True):
     """Transfer `buckets` buckets, with `digest` over all, from members[0] to the others."""
 
     transfer: int
@@ -101,13 +79,13 @@ class Request(msgspec.Struct, frozen=True):
     timeout_s: float
 
 
-class Prestart(msgspec.Struct, frozen=True):
+class PrestartRanks(msgspec.Struct, frozen=True):
     """Transfers with these members will come: start their processes."""
 
     members: tuple[str, ...]
 
 
-class Cancel(msgspec.Struct, frozen=True):
+class CancelTransfer(msgspec.Struct, frozen=True):
     """Nobody wants the transfer any more: end what is under way of it."""
 
     transfer: int
@@ -129,28 +107,28 @@ class RankExited(msgspec.Struct, frozen=True):
     diagnosis: str
 
 
-class Tick(msgspec.Struct, frozen=True):
+class ClockTick(msgspec.Struct, frozen=True):
     """Time has passed: the deadline that the machine named may be over."""
 
 
-class Close(msgspec.Struct, frozen=True):
+class CloseGroup(msgspec.Struct, frozen=True):
     """The owner is done with the group."""
 
 
-Event = Request | Prestart | Cancel | RankReport | RankExited | Tick | Close
+Event = RequestTransfer | PrestartRanks | CancelTransfer | RankReport | RankExited | ClockTick | CloseGroup
 
 
 # --- actions
 
 
-class Spawn(msgspec.Struct, frozen=True):
+class SpawnRank(msgspec.Struct, frozen=True):
     """Start a process for the member."""
 
     member: str
     incarnation: int
 
 
-class Init(msgspec.Struct, frozen=True):
+class InitRank(msgspec.Struct, frozen=True):
     """Have the rank meet the others of this generation."""
 
     member: str
@@ -161,7 +139,7 @@ class Init(msgspec.Struct, frozen=True):
     timeout_s: float
 
 
-class Broadcast(msgspec.Struct, frozen=True):
+class StartBroadcast(msgspec.Struct, frozen=True):
     """Have the rank take part in the transfer from bucket `first` on; rank 0 is the root."""
 
     member: str
@@ -172,7 +150,7 @@ class Broadcast(msgspec.Struct, frozen=True):
     stall_s: float
 
 
-class Abort(msgspec.Struct, frozen=True):
+class AbortRank(msgspec.Struct, frozen=True):
     """Have the rank end the collective it is in."""
 
     member: str
@@ -180,7 +158,7 @@ class Abort(msgspec.Struct, frozen=True):
     generation: int
 
 
-class Kill(msgspec.Struct, frozen=True):
+class KillRank(msgspec.Struct, frozen=True):
     """End the rank's process."""
 
     member: str
@@ -188,13 +166,13 @@ class Kill(msgspec.Struct, frozen=True):
     why: str
 
 
-class Finish(msgspec.Struct, frozen=True):
+class FinishTransfer(msgspec.Struct, frozen=True):
     """Return the outcome to whoever requested the transfer."""
 
-    outcome: Outcome
+    outcome: BroadcastOutcome
 
 
-Action = Spawn | Init | Broadcast | Abort | Kill | Finish
+Action = SpawnRank | InitRank | StartBroadcast | AbortRank | KillRank | FinishTransfer
 
 Phase = Literal["idle", "gathering", "rendezvous", "broadcasting", "aborting", "closed"]
 State = Literal["absent", "starting", "idle", "rendezvous", "ready", "broadcasting", "aborting", "dead"]
@@ -202,7 +180,7 @@ IN_GROUP: tuple[State, ...] = ("rendezvous", "ready", "broadcasting")
 
 
 @dataclass(slots=True)
-class Member:
+class RankMember:
     """One rank over its incarnations."""
 
     name: str
@@ -220,11 +198,11 @@ class Member:
 class Transfer:
     """A transfer under way. `pending`: its root, then the members that do not have it yet."""
 
-    request: Request
+    request: RequestTransfer
     deadline: float
     pending: list[str]
     delivered: list[str] = field(default_factory=list)
-    lost: dict[str, Lost] = field(default_factory=dict)
+    lost: dict[str, LostRank] = field(default_factory=dict)
     buckets: dict[str, int] = field(default_factory=dict)
     stuck: dict[str, int] = field(default_factory=dict)
     blameless: int = 0
@@ -249,14 +227,14 @@ class BroadcastMachine:
         shared_devices: two ranks may have one device (a library that allows it).
     """
 
-    def __init__(self, limits: Limits, *, shared_devices: bool = False) -> None:
+    def __init__(self, limits: BroadcastLimits, *, shared_devices: bool = False) -> None:
         self.limits = limits
         self.phase: Phase = "idle"
         self.generation = 0
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, RankMember] = {}
         self._shared_devices = shared_devices
         self._now: Transfer | None = None
-        self._waiting: deque[tuple[Request, float]] = deque()
+        self._waiting: deque[tuple[RequestTransfer, float]] = deque()
         self._group: tuple[str, ...] = ()
         self._phase_deadline: float | None = None
         self._actions: list[Action] = []
@@ -288,20 +266,20 @@ class BroadcastMachine:
         if self.phase != "closed":
             self._take(event, now)
             self._expire(now)
-        elif isinstance(event, Request):
+        elif isinstance(event, RequestTransfer):
             self._refuse(event, "failed", "the group is closed")
         return self._actions
 
     def _take(self, event: Event, now: float) -> None:
         match event:
-            case Request():
+            case RequestTransfer():
                 self._request(event, now)
-            case Prestart(members):
+            case PrestartRanks(members):
                 self._start(members, now)
                 self._form_if_ready(now)
-            case Cancel(transfer):
+            case CancelTransfer(transfer):
                 self._cancel(transfer, now)
-            case Close():
+            case CloseGroup():
                 self._close()
             case RankReport(name, incarnation) | RankExited(name, incarnation):
                 member = self.members.get(name)
@@ -311,11 +289,11 @@ class BroadcastMachine:
                     self._exited(member, event.diagnosis, now)
                 else:
                     self._reported(member, event.report, now)
-            case Tick():
+            case ClockTick():
                 pass
 
-    def _reported(self, member: Member, report: Report, now: float) -> None:
-        if isinstance(report, Hello):
+    def _reported(self, member: RankMember, report: Report, now: float) -> None:
+        if isinstance(report, RankHello):
             if member.state == "starting":
                 member.state, member.device = "idle", report.device
                 member.failed_starts, member.why = 0, ""
@@ -324,24 +302,24 @@ class BroadcastMachine:
         if report.generation != member.generation:
             return  # of a group that is no more
         match report:
-            case Joined():
+            case RankJoined():
                 self._joined(member, now)
-            case Progress():
+            case TransferProgress():
                 self._progressed(member, report.buckets, now)
-            case Done():
+            case TransferDone():
                 self._done(member, report, now)
-            case Failed():
+            case RankFailed():
                 self._failed(member, report, now)
             case AbortReceived():
                 member.abort_received = member.abort_received or member.state == "aborting"
-            case Aborted():
+            case RankAborted():
                 if member.state == "aborting":
                     member.state = "idle"
                     self._form_if_aborted(now)
 
     # A transfer begins
 
-    def _request(self, request: Request, now: float) -> None:
+    def _request(self, request: RequestTransfer, now: float) -> None:
         # Each member once; the first is the root, whatever follows.
         request = msgspec.structs.replace(request, members=tuple(dict.fromkeys(request.members)))
         if self._now is None:
@@ -352,10 +330,10 @@ class BroadcastMachine:
             why = f"{len(self._waiting)} transfers wait already"
             self._refuse(request, "late", why)
 
-    def _begin(self, request: Request, deadline: float, now: float) -> None:
+    def _begin(self, request: RequestTransfer, deadline: float, now: float) -> None:
         self._now = Transfer(request, deadline, list(request.members))
         for name in request.members:
-            self.members.setdefault(name, Member(name))
+            self.members.setdefault(name, RankMember(name))
         if self._end_if_over(self._now, now):
             return
         if request.members == self._group and self._all(request.members, "ready"):
@@ -374,24 +352,24 @@ class BroadcastMachine:
     def _start(self, names: tuple[str, ...], now: float) -> None:
         """Start the processes that do not run."""
         for name in names:
-            member = self.members.setdefault(name, Member(name))
+            member = self.members.setdefault(name, RankMember(name))
             if self._start_overdue(member, now):
                 self._kill(member, "it never said hello")
             if member.state in ("absent", "dead") and not self._given_up(member):
                 member.incarnation += 1
                 member.started_at = now
                 member.state, member.device, member.generation = "starting", "", 0
-                self._actions.append(Spawn(name, member.incarnation))
+                self._actions.append(SpawnRank(name, member.incarnation))
 
-    def _given_up(self, member: Member) -> bool:
+    def _given_up(self, member: RankMember) -> bool:
         return member.failed_starts >= self.limits.starts
 
-    def _count_failed_start(self, member: Member, why: str) -> None:
+    def _count_failed_start(self, member: RankMember, why: str) -> None:
         """Count the end of a process that has not said hello yet: `starts` of them in a row give the member up."""
         if member.state == "starting":
             member.failed_starts, member.why = member.failed_starts + 1, why
 
-    def _start_overdue(self, member: Member, now: float) -> bool:
+    def _start_overdue(self, member: RankMember, now: float) -> bool:
         return member.state == "starting" and member.started_at + self.limits.start_s <= now
 
     def _form_if_ready(self, now: float) -> None:
@@ -413,7 +391,7 @@ class BroadcastMachine:
             member = self.members[name]
             member.state, member.generation = "rendezvous", self.generation
             world = len(transfer.pending)
-            self._actions.append(Init(name, member.incarnation, self.generation, rank, world, self.limits.join_s))
+            self._actions.append(InitRank(name, member.incarnation, self.generation, rank, world, self.limits.join_s))
 
     def _refuse_duplicates(self, transfer: Transfer) -> None:
         if self._shared_devices:
@@ -424,7 +402,7 @@ class BroadcastMachine:
             if device and owners.setdefault(device, name) != name:
                 self._lose(name, "duplicate_device", f"{owners[device]} works on its device {device} as well")
 
-    def _joined(self, member: Member, now: float) -> None:
+    def _joined(self, member: RankMember, now: float) -> None:
         if member.state != "rendezvous":
             return
         member.state = "ready"
@@ -442,12 +420,12 @@ class BroadcastMachine:
             member = self.members[name]
             member.state = "broadcasting"
             self._actions.append(
-                Broadcast(
+                StartBroadcast(
                     name, member.incarnation, member.generation, transfer.request.transfer, first, self.limits.stall_s
                 )
             )
 
-    def _progressed(self, member: Member, buckets: int, now: float) -> None:
+    def _progressed(self, member: RankMember, buckets: int, now: float) -> None:
         transfer = self._now
         if transfer is None or member.state != "broadcasting" or member.name not in transfer.pending:
             return
@@ -458,7 +436,7 @@ class BroadcastMachine:
         if transfer.slowest > before:
             self._phase_deadline = now + self.limits.stall_s
 
-    def _done(self, member: Member, done: Done, now: float) -> None:
+    def _done(self, member: RankMember, done: TransferDone, now: float) -> None:
         transfer = self._now
         if transfer is None or member.state != "broadcasting" or done.transfer != transfer.request.transfer:
             return
@@ -476,13 +454,13 @@ class BroadcastMachine:
 
     # Something goes wrong
 
-    def _exited(self, member: Member, diagnosis: str, now: float) -> None:
+    def _exited(self, member: RankMember, diagnosis: str, now: float) -> None:
         self._count_failed_start(member, diagnosis or "its process ended")
         member.state = "dead"
         self._lose(member.name, "died", diagnosis or "its process ended")
         self._broken(member, now)
 
-    def _failed(self, member: Member, failed: Failed, now: float) -> None:
+    def _failed(self, member: RankMember, failed: RankFailed, now: float) -> None:
         if self._now is not None:
             self._now.last_failure = f"{member.name}: {failed.error}"
         if failed.own:
@@ -494,7 +472,7 @@ class BroadcastMachine:
             return  # on its way out already: what counts is that it has ended
         self._broken(member, now)
 
-    def _broken(self, member: Member, now: float) -> None:
+    def _broken(self, member: RankMember, now: float) -> None:
         """React to a rank that is lost to the group which the others still count on."""
         self._group = ()
         if self._now is None:
@@ -512,7 +490,7 @@ class BroadcastMachine:
         for member in self.members.values():
             if member.state in IN_GROUP and member.generation == self.generation:
                 member.state, member.abort_received = "aborting", False
-                self._actions.append(Abort(member.name, member.incarnation, member.generation))
+                self._actions.append(AbortRank(member.name, member.incarnation, member.generation))
         self._form_if_aborted(now)
 
     def _form_if_aborted(self, now: float) -> None:
@@ -598,13 +576,15 @@ class BroadcastMachine:
         assert transfer is not None
         for name in transfer.pending:
             if name != transfer.root and name not in transfer.lost:
-                transfer.lost[name] = Lost(name, "late", error)
+                transfer.lost[name] = LostRank(name, "late", error)
         for member in self.members.values():
             # A rank in the middle of something cannot be told from one that hangs.
             if member.state in ("rendezvous", "broadcasting", "aborting") or self._start_overdue(member, now):
                 self._kill(member, error or "its group is over")
         lost = tuple(entry for name, entry in transfer.lost.items() if name != transfer.root)
-        self._actions.append(Finish(Outcome(transfer.request.transfer, tuple(transfer.delivered), lost, error)))
+        self._actions.append(
+            FinishTransfer(BroadcastOutcome(transfer.request.transfer, tuple(transfer.delivered), lost, error))
+        )
         self._now, self._phase_deadline, self.phase = None, None, "idle"
         if self._waiting:
             request, deadline = self._waiting.popleft()
@@ -624,9 +604,11 @@ class BroadcastMachine:
         if transfer is not None:
             left = [n for n in transfer.pending if n != transfer.root]
             lost = {n: entry for n, entry in transfer.lost.items() if n != transfer.root}
-            lost.update({n: Lost(n, "failed", why) for n in left})
+            lost.update({n: LostRank(n, "failed", why) for n in left})
             self._actions.append(
-                Finish(Outcome(transfer.request.transfer, tuple(transfer.delivered), tuple(lost.values()), why))
+                FinishTransfer(
+                    BroadcastOutcome(transfer.request.transfer, tuple(transfer.delivered), tuple(lost.values()), why)
+                )
             )
         for request, _ in self._waiting:
             self._refuse(request, "failed", why)
@@ -636,10 +618,10 @@ class BroadcastMachine:
             if member.state not in ("absent", "dead"):
                 self._kill(member, why)
 
-    def _refuse(self, request: Request, fate: Fate, error: str) -> None:
+    def _refuse(self, request: RequestTransfer, fate: Fate, error: str) -> None:
         """End a transfer that was never begun."""
-        lost = tuple(Lost(name, fate, error) for name in request.members[1:])
-        self._actions.append(Finish(Outcome(request.transfer, (), lost, error)))
+        lost = tuple(LostRank(name, fate, error) for name in request.members[1:])
+        self._actions.append(FinishTransfer(BroadcastOutcome(request.transfer, (), lost, error)))
 
     def _lose(self, name: str, fate: Fate, why: str) -> None:
         """Leave the member out of this transfer, unless it has it already."""
@@ -649,12 +631,12 @@ class BroadcastMachine:
         transfer.blamed = True
         if name in transfer.pending:
             transfer.pending.remove(name)
-            transfer.lost[name] = Lost(name, fate, why)
+            transfer.lost[name] = LostRank(name, fate, why)
 
-    def _kill(self, member: Member, why: str) -> None:
+    def _kill(self, member: RankMember, why: str) -> None:
         self._count_failed_start(member, why)
         member.state = "dead"
-        self._actions.append(Kill(member.name, member.incarnation, why))
+        self._actions.append(KillRank(member.name, member.incarnation, why))
 
     def _all(self, names: tuple[str, ...] | list[str], state: State) -> bool:
         return all(self.members[name].state == state for name in names)

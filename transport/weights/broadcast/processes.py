@@ -15,11 +15,11 @@ from contextlib import suppress
 
 import msgspec
 
-from relax_rt.transport.weights.broadcast.messages import (
+from relax_rt.transport.weights.broadcast.protocol import (
     MAX_PACKET_BYTES,
     Command,
-    Exited,
-    ForkRequest,
+    ForkRank,
+    RankProcessExited,
     Report,
     decode_launcher_report,
     decode_report,
@@ -139,7 +139,7 @@ class RankProcesses:
             return
         unsent, self._unsent = self._unsent, []
         for key, theirs in unsent:
-            request = encode(ForkRequest(key[0], key[1], self._devices.get(key[0], "")))
+            request = encode(ForkRank(key[0], key[1], self._devices.get(key[0], "")))
             with theirs, suppress(OSError):  # a launcher that reads nothing is found by the rank's silence
                 socket.send_fds(self._launcher, [request], [theirs.fileno()])
 
@@ -175,7 +175,7 @@ class RankProcesses:
                 self._launcher_gone()
                 return
             report = decode_launcher_report(packet)
-            if isinstance(report, Exited):
+            if isinstance(report, RankProcessExited):
                 self._exited(report.pid, describe_exit(report.status))
             else:
                 self._forked((report.member, report.incarnation), report.pid, fds[0])

@@ -21,25 +21,27 @@ from functools import partial
 from typing import NoReturn, cast
 
 from relax_rt.transport.rpc.errors import Refused, RelaxError
-from relax_rt.transport.weights.broadcast.communicator import Communicator, PeerLost, bucket_bounds
-from relax_rt.transport.weights.broadcast.messages import (
+from relax_rt.transport.weights.broadcast.protocol import (
     ERROR_CHARS,
     MAX_PACKET_BYTES,
     AbortCommand,
-    Aborted,
     AbortReceived,
     BroadcastCommand,
     Command,
-    Done,
-    Exited,
-    Failed,
-    Forked,
-    ForkRequest,
-    Hello,
+    Communicator,
+    ForkRank,
     InitCommand,
-    Joined,
-    Progress,
+    PeerLost,
+    RankAborted,
+    RankFailed,
+    RankForked,
+    RankHello,
+    RankJoined,
+    RankProcessExited,
     Report,
+    TransferDone,
+    TransferProgress,
+    bucket_bounds,
     decode_command,
     decode_fork,
     encode,
@@ -68,7 +70,7 @@ class Rank:
     def run(self) -> NoReturn:
         """Serve until the owner is gone; the process ends with it."""
         threading.Thread(target=self._collective, name="collective", daemon=True).start()
-        self._report(Hello(self._communicator.device, self._communicator.software))
+        self._report(RankHello(self._communicator.device, self._communicator.software))
         while packet := self._control.recv(MAX_PACKET_BYTES):
             command = decode_command(packet)
             if isinstance(command, AbortCommand):
@@ -104,18 +106,18 @@ class Rank:
         # the report on the owner counts on it that the library no longer writes into the memory.
         if generation > self._aborted:
             self._communicator.close()
-            self._report(Failed(generation, own, f"{type(error).__name__}: {error}"[:ERROR_CHARS]))
+            self._report(RankFailed(generation, own, f"{type(error).__name__}: {error}"[:ERROR_CHARS]))
 
     def _execute(self, command: Command) -> None:
         if isinstance(command, AbortCommand):
             self._communicator.close()
-            self._report(Aborted(command.generation))
+            self._report(RankAborted(command.generation))
         elif command.generation <= self._aborted:
             return
         elif isinstance(command, InitCommand):
             self._communicator.close()
             self._communicator.init(command.rank, command.world, command.rendezvous, command.timeout_s)
-            self._report(Joined(command.generation))
+            self._report(RankJoined(command.generation))
         else:
             self._broadcast(command)
 
@@ -125,9 +127,9 @@ class Rank:
             for number, (start, stop) in enumerate(bounds[command.first :], command.first + 1):
                 self._communicator.broadcast(view.part(start, stop), 0, command.stall_s)
                 if number < len(bounds):
-                    self._report(Progress(command.generation, number))
+                    self._report(TransferProgress(command.generation, number))
             digest = digest_of(view, command.bucket_bytes)
-        self._report(Done(command.generation, command.transfer, digest))
+        self._report(TransferDone(command.generation, command.transfer, digest))
 
 
 def digest_of(view: View, bucket_bytes: int) -> str:
@@ -179,7 +181,7 @@ class Launcher:
             os._exit(0)  # the kernel ends the ranks with this process
         self._fork(decode_fork(packet), fds[0])
 
-    def _fork(self, request: ForkRequest, channel: int) -> None:
+    def _fork(self, request: ForkRank, channel: int) -> None:
         assert threading.active_count() == 1, "a fork with threads may inherit locks that nobody will release"
         parent = os.getpid()
         if (pid := os.fork()) == 0:
@@ -190,11 +192,11 @@ class Launcher:
         os.close(channel)
         pidfd = os.pidfd_open(pid)
         try:
-            socket.send_fds(self._control, [encode(Forked(request.member, request.incarnation, pid))], [pidfd])
+            socket.send_fds(self._control, [encode(RankForked(request.member, request.incarnation, pid))], [pidfd])
         finally:
             os.close(pidfd)
 
-    def _become(self, request: ForkRequest, channel: int, parent: int) -> NoReturn:
+    def _become(self, request: ForkRank, channel: int, parent: int) -> NoReturn:
         die_with_parent(parent)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -207,7 +209,7 @@ class Launcher:
         try:
             communicator = self._kind()
         except Exception as error:
-            control.send(encode(Failed(0, True, f"{type(error).__name__}: {error}"[:ERROR_CHARS])))
+            control.send(encode(RankFailed(0, True, f"{type(error).__name__}: {error}"[:ERROR_CHARS])))
             raise
         Rank(control, communicator).run()
 
@@ -219,7 +221,7 @@ class Launcher:
                 return
             if pid == 0:
                 return
-            self._control.send(encode(Exited(pid, os.waitstatus_to_exitcode(status))))
+            self._control.send(encode(RankProcessExited(pid, os.waitstatus_to_exitcode(status))))
 
 
 def _missing(path: str, why: str) -> NoReturn:

@@ -118,7 +118,7 @@ def _lock(path: Path, kind: int) -> int:
     return descriptor
 
 
-class Receiver:
+class BroadcastReceiver:
     """An engine's side. Its calls block; call from one thread at a time.
 
     Args:
@@ -202,7 +202,7 @@ def read_record(folder: Path, record: VersionRecord) -> BroadcastRecord | None:
     return found if found.digest == record.digest else None
 
 
-class Reserved:
+class ReservedReceivers:
     """The buffers that a broadcast may write, locked until `finish`."""
 
     def __init__(
@@ -230,7 +230,7 @@ class Reserved:
             self._locks.clear()
 
 
-class Receivers:
+class BroadcastReceivers:
     """The sender's side. Its calls block only for the reading and writing of a few small files."""
 
     def __init__(self, folder: Path) -> None:
@@ -242,7 +242,7 @@ class Receivers:
 
     def reserve(
         self, version: int, digest: str, nbytes: int, timeout_s: float, among: Collection[str] | None = None
-    ) -> Reserved | None:
+    ) -> ReservedReceivers | None:
         """Lock the buffers of the living engines and record that they will be served; call it before the commit.
 
         Returns None if no engine is registered, or all buffers are being read.
@@ -262,7 +262,7 @@ class Receivers:
             return None
         mine, members = os.getpid(), {slot: registration.epoch for slot, registration in receivers.items()}
         record = BroadcastRecord(version, digest, members, mine, start_time(mine), timeout_s)
-        reserved = Reserved(self._folder, record, receivers, locks)
+        reserved = ReservedReceivers(self._folder, record, receivers, locks)
         try:
             _put(_record_path(self._folder, version), record)
         except OSError:

@@ -12,9 +12,9 @@ from relax_rt.transport.rpc.errors import Corrupt, Refused
 from relax_rt.transport.weights import device
 from relax_rt.transport.weights import memory as host
 from relax_rt.transport.weights.broadcast.group import BroadcastGroup
-from relax_rt.transport.weights.broadcast.machine import Outcome
+from relax_rt.transport.weights.broadcast.protocol import BroadcastOutcome
 from relax_rt.transport.weights.broadcast.rank import digest_of
-from relax_rt.transport.weights.broadcast.receivers import Receiver
+from relax_rt.transport.weights.broadcast.receivers import BroadcastReceiver
 from relax_rt.transport.weights.device import DeviceBuffer
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Manifest, Sent, bucket_digest, bucket_slices
 from relax_rt.transport.weights.memory import HostMemory, Memory
@@ -65,7 +65,7 @@ async def broadcast_version(
     receivers: Mapping[str, Memory],
     timeout_s: float,
     send_buffer: SendBuffer = host_send_buffer,
-) -> Outcome:
+) -> BroadcastOutcome:
     """Broadcast a version from this node's stage into the receivers' memory; the version stays pinned meanwhile.
 
     Returns:
@@ -135,7 +135,7 @@ class BroadcastSource:
         receiver: its `wait` has returned True for the version.
     """
 
-    def __init__(self, record: VersionRecord, manifest: Manifest, receiver: Receiver) -> None:
+    def __init__(self, record: VersionRecord, manifest: Manifest, receiver: BroadcastReceiver) -> None:
         self.record, self.manifest, self.carrier = record, manifest, "collective"
         self.payload: Sent = "full"
         self.nbytes = manifest.sent_bytes

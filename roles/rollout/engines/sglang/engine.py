@@ -32,6 +32,7 @@ from relax_rt.roles.rollout.engines.base import (
     Sink,
     Swap,
     check_request,
+    fetch_locked,
 )
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 from relax_rt.roles.rollout.engines.sglang import weight_loading
@@ -453,18 +454,8 @@ class SglangEngine:
 
     async def prepare(self, source: WeightSource) -> None:
         """Fetch a version into the private copy."""
-        await self._fetch.acquire()
-        fetch = asyncio.create_task(self._fill_copy(source))
-        try:
-            await asyncio.shield(fetch)
-        except asyncio.CancelledError:
-            # A thread cannot be cancelled: the lock stays with it as long as it writes.
-            fetch.add_done_callback(lambda done: done.cancelled() or done.exception())
-            raise
 
-    async def _fill_copy(self, source: WeightSource) -> None:
-        """Lets go of the lock that its caller has taken."""
-        try:
+        async def fetch() -> None:
             self._check_running()
             self._prepared = None
             version = f"policy version {source.manifest.version}"
@@ -474,8 +465,8 @@ class SglangEngine:
             needed = {part for recipe in self._loader.recipes.values() for part in recipe.parts}
             check_layout(by_expert(source.manifest.layout), self._model, needed)
             self._prepared = await asyncio.to_thread(self._loader.fetch, source)
-        finally:
-            self._fetch.release()
+
+        await fetch_locked(self._fetch, fetch)
 
     async def commit(self, record: VersionRecord, kv: KvPolicy) -> Swap:
         """Swap to the version that was prepared."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_rt.roles.rollout.engines.base import Chunk, GroupRequest, extend_spans
-from relax_rt.roles.rollout.engines.routing import RoutingShape, Rows, settled, sparse_layers, told
+from relax_rt.roles.rollout.engines.routing import RoutingShape, RowBuffer, canonical_rows, encode_rows, sparse_layers
 from relax_rt.roles.rollout.engines.sglang.client import (
     LARGE_BYTES,
     MAX_EVENT_BYTES,
@@ -64,7 +64,7 @@ class Member:
     rid: str = ""
     base: int = 0
     asked: int = 0
-    rows: Rows | None = None
+    rows: RowBuffer | None = None
     prompted: bool = False
     fresh: bool = True
     heard: float = 0.0
@@ -78,7 +78,7 @@ class Member:
         member = Member(request, index, order)
         had = request.partial(index)
         if request.routing and routing is not None:
-            member.rows = Rows(routing, had.routing if had is not None else b"")
+            member.rows = RowBuffer(routing, had.routing if had is not None else b"")
         if had is not None:
             member.tokens, member.logprobs = list(had.tokens), list(had.logprobs)
             member.spans = list(had.versions)
@@ -175,9 +175,11 @@ class Member:
         if rows is None or not len(own):
             return
         if not self.prompted:
-            self.rows.set_prompt(told(rows[self.request.rows_from - start : len(self.request.prompt) - 1 - start]))
+            self.rows.set_prompt(
+                encode_rows(rows[self.request.rows_from - start : len(self.request.prompt) - 1 - start])
+            )
             self.prompted = True
-        self.rows.extend(told(rows[first - start :][:new]))
+        self.rows.extend(encode_rows(rows[first - start :][:new]))
 
     def _cut(self, count: int) -> None:
         del self.tokens[count:], self.logprobs[count:]
@@ -235,7 +237,7 @@ class Member:
             if s.end > at and s.start < end
         ]
         tokens, logprobs, rows = self.tokens[at:end], self.logprobs[at:end], self.rows
-        routing, prompt = (b"", b"") if rows is None else (rows.of(at, end), rows.take_prompt())
+        routing, prompt = (b"", b"") if rows is None else (rows.get(at, end), rows.take_prompt())
         return Chunk(self.request.id, self.index, at, tokens, logprobs, spans, self.finish, routing, prompt)
 
 
@@ -399,7 +401,7 @@ class RowReader:
         """
         try:
             values = np.frombuffer(_of_base64(text), "<i4")
-            return settled(values.reshape(-1, self.shape.layers, self.shape.chosen), self._without)
+            return canonical_rows(values.reshape(-1, self.shape.layers, self.shape.chosen), self._without)
         except (binascii.Error, ValueError) as error:
             what = f"routing rows of the SGLang server, {len(text)} characters"
             why = f"they are not of {self.shape.layers} layers and {self.shape.chosen} experts each: {error}"

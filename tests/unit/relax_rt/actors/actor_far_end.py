@@ -13,7 +13,7 @@ import msgspec
 
 from relax_rt.actors import Actor, caller, idempotent, tell
 from relax_rt.actors.directory import Directory
-from relax_rt.cluster.registry.core import RegistryCore, Stored
+from relax_rt.cluster.registry.core import RegistryCore, RegistryState
 from relax_rt.interfaces.registry import Changes
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
@@ -156,7 +156,7 @@ class Registry:
     """A registry in this process: the real state machine, and watches."""
 
     def __init__(self) -> None:
-        self.core = RegistryCore(Stored(), 0.0)
+        self.core = RegistryCore(RegistryState(), 0.0)
 
     def enter(self, slot: str, address: str, state: str = "ready") -> Incarnation:
         who = Incarnation(slot, self.core.issue_epoch(slot))

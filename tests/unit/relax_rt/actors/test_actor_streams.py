@@ -130,7 +130,14 @@ async def test_items_beyond_the_credit_end_the_connection(tmp_path: pathlib.Path
     import msgspec
 
     from relax_rt.transport.rpc.wire import HelloFrame as Greeting
-    from relax_rt.transport.rpc.wire import Item, OpenStream, decode_from_client, encode, encode_frame, encode_message
+    from relax_rt.transport.rpc.wire import (
+        ItemFrame,
+        OpenStreamFrame,
+        decode_from_client,
+        encode,
+        encode_frame,
+        encode_message,
+    )
 
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async def read() -> bytes:
@@ -140,9 +147,9 @@ async def test_items_beyond_the_credit_end_the_connection(tmp_path: pathlib.Path
         hello = make_hello("cafe0001", Incarnation("judge/0", 1))
         writer.write(encode_frame(encode_message(Greeting(hello.protocol, hello.run_id, hello.who, hello.pid))))
         request = decode_from_client(await read())
-        assert isinstance(request, OpenStream)
+        assert isinstance(request, OpenStreamFrame)
         for i in range(100):
-            item = Item(request.id, msgspec.Raw(encode(i, "item")))
+            item = ItemFrame(request.id, msgspec.Raw(encode(i, "item")))
             writer.write(encode_frame(encode_message(item)))
         await reader.read()
         writer.close()

@@ -15,8 +15,8 @@ import pytest
 
 from relax_rt.chaos.faults import Strike
 from relax_rt.chaos.injector import Injector, _Undo
+from relax_rt.interfaces.agent import SlotStatus
 from relax_rt.observe.events import read_events
-from relax_rt.supervision.api import SlotStatus
 from relax_rt.transport.rpc.errors import Refused
 
 CONTROL = "relax_rt.supervision.control"

@@ -14,7 +14,7 @@ import recovery
 import recovery_cases as cases
 
 from relax_rt.chaos.timeline import Ettr, Recovery
-from relax_rt.supervision.api import RunStatus
+from relax_rt.interfaces.agent import RunStatus
 
 SLOTS = ("rollout/0", "rollout/1")
 

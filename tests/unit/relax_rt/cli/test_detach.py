@@ -9,9 +9,9 @@ import pytest
 
 from relax_rt.cli import detach
 from relax_rt.cli.detach import Reasons, wait_until_ended, who_ends
+from relax_rt.interfaces.agent import RunStatus, SlotStatus
 from relax_rt.observe.estimate import Estimate
 from relax_rt.supervision import control
-from relax_rt.supervision.api import RunStatus, SlotStatus
 
 
 def status(waiting: str, state: str = "pending") -> RunStatus:

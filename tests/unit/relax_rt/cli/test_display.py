@@ -11,8 +11,7 @@ from rich.console import Console
 from relax_rt.cli import display
 from relax_rt.cli.figures import Figures
 from relax_rt.config.job import TriedSample
-from relax_rt.supervision.api import RunStatus, SlotStatus
-from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.interfaces.agent import Diagnosis, RunStatus, SlotStatus
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, width: int, status: RunStatus, figures: dict[str, Figures]) -> list[str]:

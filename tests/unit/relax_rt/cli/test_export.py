@@ -21,11 +21,10 @@ from relax_rt.cli.top import Look, Paces, Use, look, rows, show_top
 from relax_rt.cli.top import _table as table_of
 from relax_rt.cli.why import account
 from relax_rt.config.version import RUN_FORMAT
+from relax_rt.interfaces.agent import Diagnosis, RunStatus, SlotStatus
 from relax_rt.observe.estimate import Estimate
 from relax_rt.observe.events import read_events
-from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.control import NoRun
-from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.rundir import write_json
 from relax_rt.transport.rpc.errors import RelaxError
 

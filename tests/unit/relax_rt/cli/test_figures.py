@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from relax_rt.cli.figures import Figures, figures_of, judge, newest
+from relax_rt.interfaces.agent import RunStatus, SlotStatus
 from relax_rt.interfaces.registry import Changes, Member
-from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.identity import Incarnation
 

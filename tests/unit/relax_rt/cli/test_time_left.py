@@ -16,9 +16,9 @@ from relax_rt.cli.starter import write_starter
 from relax_rt.cli.time_left import HEAD_BYTES, estimate_of, expected
 from relax_rt.config.loader import load_config, write_resolved
 from relax_rt.config.schema import RunConfig
+from relax_rt.interfaces.agent import RunStatus
 from relax_rt.roles.training.checkpoints.store import FORMAT
 from relax_rt.supervision import control
-from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.rundir import machine, update_run
 
 

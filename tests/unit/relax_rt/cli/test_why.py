@@ -11,8 +11,7 @@ import pytest
 
 from relax_rt.cli.display import show_why
 from relax_rt.cli.why import MAX_NOTES, MAX_SHOWN, account
-from relax_rt.supervision.api import RunStatus, SlotStatus
-from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.interfaces.agent import Diagnosis, RunStatus, SlotStatus
 
 
 def event(t: float, kind: str, slot: str = "", **fields: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import RoleSettings, RunConfig
-from relax_rt.hosting.context import HostContext, ProgressReporter, derive_seed
+from relax_rt.hosting.context import HostContext, HostEnvironment, ProgressReporter, derive_seed
 from relax_rt.hosting.host import LiveProbeFailed, live, probe
 from relax_rt.interfaces.registry import Changes, Member, RegistryApi, Renewed
 from relax_rt.interfaces.role import Role
@@ -102,17 +102,19 @@ class Place:
             self.server = None
 
     def context(self, slot: str = "rollout/0", *, has_registry: bool = True) -> HostContext:
-        ctx = HostContext(
-            config=RunConfig.model_validate({"run": {"name": "t"}, "supervision": {"lease_s": 0.3}}),
-            settings=RoleSettings(),
+        host = HostEnvironment(
             who=Incarnation(slot, 4),
             run_id=RUN,
             run_dir=self.run_dir,
             socket_dir=self.sockets,
             shm_dir=self.sockets,
-            control=self.theirs,
+            control_fd=-1,
+            agent_pid=0,
+            target="",
             has_registry=has_registry,
         )
+        config = RunConfig.model_validate({"run": {"name": "t"}, "supervision": {"lease_s": 0.3}})
+        ctx = HostContext(host, config, RoleSettings(), self.theirs)
         self.contexts.append(ctx)
         return ctx
 

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from relax_rt.interfaces.agent import Diagnosis, RunStatus, SlotStatus
 from relax_rt.observe.headline import Column
 from relax_rt.observe.screen import DRAIN_HEARTBEAT_S, HEARTBEAT_S, Screen, render
-from relax_rt.supervision.api import RunStatus, SlotStatus
-from relax_rt.supervision.diagnosis import Diagnosis
 
 HEADLINE = [
     Column("step", "reward_mean", "reward", ".3f", spark=True),
@@ -282,7 +281,7 @@ CLOSED_PIPE = """
     import sys
     from pathlib import Path
     from relax_rt.observe.screen import Screen
-    from relax_rt.supervision.api import RunStatus
+    from relax_rt.interfaces.agent import RunStatus
     sys.stdin.readline()
     screen = Screen(Path(sys.argv[1]), [], 10)
     screen.update(RunStatus(run_id="a", name="tiny", run_dir="d", status="running"))

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from sandbox_leftovers import nothing_left, until_started
 
-from relax_rt.process import bubblewrap, sandbox, sandbox_layout
+from relax_rt.process import sandbox, sandbox_layout
 from relax_rt.process.sandbox import Sandbox, SandboxFailed, SandboxLimits, SandboxMode, SandboxResult, try_mode
 
 SMALL = SandboxLimits(wall_s=20.0, memory_mib=256, disk_mib=4, processes=12, output_kib=64)
@@ -32,7 +32,7 @@ MODES = {
 
 def works(kind: str) -> bool:
     """Whether boxes of a kind can be made here."""
-    if kind == "bubblewrap" and bubblewrap.why_not():
+    if kind == "bubblewrap" and sandbox.bubblewrap_missing():
         return False
     try:
         asyncio.run(try_mode(MODES[kind], [interpreter(kind)]))
@@ -452,7 +452,7 @@ def test_a_bubblewrap_that_lacks_what_boxes_need_is_not_used(
     if script is not None:
         (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "bwrap").chmod(0o755)
-    assert words in bubblewrap.why_not() if words else bubblewrap.why_not() == ""
+    assert words in sandbox.bubblewrap_missing() if words else sandbox.bubblewrap_missing() == ""
 
 
 async def test_a_bubblewrap_that_fails_is_said_and_the_next_way_taken(
@@ -460,7 +460,7 @@ async def test_a_bubblewrap_that_fails_is_said_and_the_next_way_taken(
 ) -> None:
     refusing = [
         "#!/bin/sh",
-        f'[ "$1" = --help ] && echo "{" ".join(bubblewrap.WANTED)}" && exit',
+        f'[ "$1" = --help ] && echo "{" ".join(sandbox.BUBBLEWRAP_OPTIONS)}" && exit',
         'echo "bwrap: setting up uid map: refused" >&2',
         "exit 1",
     ]

@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).parent / "zygote_toys"))
 
 from zygote_world import KEY, RUN_ID, TOYS, WAIT_S, World
 
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.process import procfs, zygote
 from relax_rt.process.zygote import FromZygote
 from relax_rt.process.zygote_pool import ForkFailed, ForkRequest, ZygoteKey, ZygoteProcess
-from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.role_process import Launch, kill_orphans
+from relax_rt.supervision.role_process import Launch
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ async def test_orphans_that_were_only_forked_are_found(tmp_path: Path) -> None:
         os.kill(probe.found["pid"], signal.SIGKILL)
         assert probe.let_go() == -signal.SIGKILL
         assert procfs.start_time(stray), "in a session of its own, it lives on"
-        await asyncio.to_thread(kill_orphans, "toy/0", 7)
+        await asyncio.to_thread(procfs.kill_orphans, ["RELAX_SLOT=toy/0", "RELAX_EPOCH=7"])
         await world.until(lambda: not procfs.start_time(stray))
         procfs.reap_all()
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from relax_rt.supervision.api import SlotStatus
-from relax_rt.supervision.diagnosis import Diagnosis, Kind
+from relax_rt.interfaces.agent import Diagnosis, Kind, SlotStatus
 from relax_rt.supervision.placement import Placer
 from relax_rt.supervision.protocol import (
     Action,
     Emit,
     Event,
     RunDone,
+    RunStarted,
     SlotExited,
     SlotReady,
     SlotSpawned,
@@ -93,3 +93,12 @@ class Bench:
 
 def spec(slot: str, **fields: Any) -> SlotSpec:
     return SlotSpec(slot=slot, kind=slot.partition("/")[0], **fields)
+
+
+def running(*specs: SlotSpec, **fields: Any) -> Bench:
+    """A started run whose slots are all ready."""
+    b = Bench(*specs, **fields)
+    b(RunStarted())
+    for one in specs:
+        b.up(one.slot)
+    return b

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from relax_rt.config.problems import BadInput
+from relax_rt.interfaces.agent import Diagnosis, Kind
 from relax_rt.supervision import diagnosis
 from relax_rt.supervision.diagnosis import (
-    Diagnosis,
     ExitFacts,
     FailureReport,
     KernelLog,
-    Kind,
     classify_exception,
     diagnose,
 )

@@ -10,13 +10,14 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.supervision.agent import Agent
-from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.executor import (
     GangOrder,
     GangRendezvous,
     PendingStart,
     PendingStarts,
+    SlotOrder,
     StartOrder,
     gang_orders,
 )
@@ -120,12 +121,9 @@ class Far:
     def executor(self, node: str) -> Any:
         return self if node in self.here else None
 
-    def start(self, order: StartOrder) -> None:
-        self.orders.append(order)
-
-    def stop(self, slot: str) -> None: ...
-
-    def kill(self, slot: str, kind: str, reason: str) -> None: ...
+    def carry_out(self, order: SlotOrder) -> None:
+        if isinstance(order, StartOrder):
+            self.orders.append(order)
 
     def emit(self, kind: str, **fields: Any) -> None:
         self.events.append((kind, fields))

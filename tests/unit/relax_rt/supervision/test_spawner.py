@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from relax_rt.config.schema import RunConfig
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.process import procfs
 from relax_rt.process.limits import ProcessLimits
 from relax_rt.process.zygote_pool import ZygoteKey
 from relax_rt.supervision.channel import PreparedMsg, encode
-from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.local import LocalExecutor
 from relax_rt.supervision.role_process import Launch, RoleProcess, StartedProcess
 from relax_rt.supervision.rundir import RunPaths
@@ -242,9 +242,9 @@ async def test_dropped_spares_are_not_assigned_and_can_be_kept_again(world: Worl
     spares.configure("toy", SpareSpec(1, launch))
     spares.keep("toy")
     (first,) = await until_event(world, "spare_ready")
-    assert spares.has(launch) and spares.kept == ["toy"]
+    assert spares.prepared(launch) and spares.kept == ["toy"]
     spares.drop("toy")
-    assert not spares.has(launch) and spares.kept == [] and spares.pids == {first["pid"]}
+    assert not spares.prepared(launch) and spares.kept == [] and spares.pids == {first["pid"]}
     end = time.monotonic() + WAIT_S
     while spares.pids:
         assert time.monotonic() < end

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from supervisor_bench import Bench, spec
+from supervisor_bench import Bench, running, spec
 
-from relax_rt.supervision.diagnosis import Kind
+from relax_rt.interfaces.agent import Kind
 from relax_rt.supervision.protocol import (
     DumpStacks,
     Emit,
@@ -41,8 +41,7 @@ def test_tiers_start_when_lower_ones_are_ready() -> None:
 
 
 def test_death_of_a_lower_tier_leaves_the_others_alone() -> None:
-    b = Bench(spec("a/0", tier=10), spec("b/0", tier=20))
-    b(RunStarted()), b.up("a/0"), b.up("b/0")
+    b = running(spec("a/0", tier=10), spec("b/0", tier=20))
     b.dies("a/0", after=1)
     assert b.of(Stop) == b.of(Kill) == b.of(Start) == []
     assert (b.state("a/0"), b.state("b/0")) == ("backoff", "ready")
@@ -60,8 +59,7 @@ def test_a_pending_tier_waits_while_a_lower_one_is_down_again() -> None:
 
 
 def test_stop_runs_in_reverse_and_ends_with_the_asked_code() -> None:
-    b = Bench(spec("a/0", tier=10), spec("b/0", tier=20))
-    b(RunStarted()), b.up("a/0"), b.up("b/0")
+    b = running(spec("a/0", tier=10), spec("b/0", tier=20))
     b(StopRequested("Ctrl-C", 130))
     assert b.of(Stop) == ["b/0"]
     b.dies("b/0", "clean")
@@ -82,8 +80,7 @@ def test_stop_ends_pending_slots_and_waits_for_a_start_in_progress() -> None:
 
 
 def test_stop_ends_the_wait_for_a_restart() -> None:
-    b = Bench(spec("a/0", backoff_first_s=1), spec("b/0"))
-    b(RunStarted()), b.up("a/0"), b.up("b/0")
+    b = running(spec("a/0", backoff_first_s=1), spec("b/0"))
     b.dies("a/0")
     b(StopRequested("enough"))
     b(Tick(), after=1)
@@ -100,8 +97,7 @@ def test_kill_reaches_a_process_that_is_spawned_after_it() -> None:
 
 
 def test_stop_timeout_kills_and_a_second_request_kills_at_once() -> None:
-    b = Bench(spec("a/0", stop_timeout_s=5), spec("b/0", stop_timeout_s=50))
-    b(RunStarted()), b.up("a/0"), b.up("b/0")
+    b = running(spec("a/0", stop_timeout_s=5), spec("b/0", stop_timeout_s=50))
     b(StopRequested("Ctrl-C", 130))
     b(Tick(), after=5)
     assert b.of(Kill) == ["a/0"]
@@ -127,8 +123,7 @@ def test_each_progress_restarts_the_stop_timeout_of_a_draining_role_up_to_a_boun
 
 
 def test_status_of_a_stopping_slot_gives_the_time_to_its_kill_with_and_without_progress() -> None:
-    b = Bench(spec("a/0", stop_timeout_s=5, drain_timeout_s=60, drains=True))
-    b(RunStarted()), b.up("a/0")
+    b = running(spec("a/0", stop_timeout_s=5, drain_timeout_s=60, drains=True))
     assert (b.view("a/0").kill_s, b.view("a/0").kill_latest_s) == (None, None)
     b(StopRequested("Ctrl-C", 130))
     assert (b.view("a/0").kill_s, b.view("a/0").kill_latest_s) == (5, 60)
@@ -163,16 +158,15 @@ def test_known_slow_work_while_stopping_is_bounded() -> None:
 
 
 def test_a_role_that_has_finished_gets_no_more_time_for_waiting() -> None:
-    b = Bench(spec("a/0", stop_timeout_s=5, drains=True))
-    b(RunStarted()), b.up("a/0"), b(SlotFinished("a/0"))
+    b = running(spec("a/0", stop_timeout_s=5, drains=True))
+    b(SlotFinished("a/0"))
     b(SlotProgress("a/0", 1, "somebody"), after=4)
     b(SlotProgress("a/0", 1, "somebody"), after=1)
     assert b.of(Kill) == ["a/0"]
 
 
 def test_a_kill_without_an_exit_is_repeated() -> None:
-    b = Bench(spec("a/0"))
-    b(RunStarted()), b.up("a/0")
+    b = running(spec("a/0"))
     b(KillRequested("now"))
     b(Tick(), after=10)
     assert b.of(Kill) == ["a/0"]
@@ -180,8 +174,7 @@ def test_a_kill_without_an_exit_is_repeated() -> None:
 
 
 def test_significant_role_that_finishes_ends_the_run_in_order() -> None:
-    b = Bench(spec("reg/0", tier=1, system=True), spec("t/0", tier=20, significant=True), spec("r/0", tier=30))
-    b(RunStarted()), b.up("reg/0"), b.up("t/0"), b.up("r/0")
+    b = running(spec("reg/0", tier=1, system=True), spec("t/0", tier=20, significant=True), spec("r/0", tier=30))
     b(SlotFinished("t/0"))
     b.dies("t/0", "clean")
     assert b.of(Stop) == ["r/0"]
@@ -192,16 +185,14 @@ def test_significant_role_that_finishes_ends_the_run_in_order() -> None:
 
 
 def test_the_end_of_a_finished_run_is_named_by_its_job() -> None:
-    b = Bench(spec("t/0", significant=True), finished="all 6 steps are done")
-    b(RunStarted()), b.up("t/0")
+    b = running(spec("t/0", significant=True), finished="all 6 steps are done")
     b(SlotFinished("t/0"))
     b.dies("t/0", "clean")
     assert (b.done.exit_code, b.done.reason) == (0, "all 6 steps are done")
 
 
 def test_a_finished_role_counts_as_finished_though_its_exit_was_not_clean() -> None:
-    b = Bench(spec("t/0", significant=True))
-    b(RunStarted()), b.up("t/0")
+    b = running(spec("t/0", significant=True))
     b(SlotFinished("t/0"))
     b.dies("t/0", "killed")
     assert b.done.exit_code == 0
@@ -219,16 +210,14 @@ def test_a_finished_role_counts_as_finished_though_its_exit_was_not_clean() -> N
     ],
 )
 def test_restart_classes(restart: str, kind: Kind, again: bool) -> None:
-    b = Bench(spec("a/0", restart=restart), spec("keeps/0"))
-    b(RunStarted()), b.up("a/0"), b.up("keeps/0")
+    b = running(spec("a/0", restart=restart), spec("keeps/0"))
     b.dies("a/0", kind)
     assert b.state("a/0") == ("backoff" if again else "ended")
     assert b.state("keeps/0") == "ready"
 
 
 def test_run_ends_when_all_that_is_not_system_has_ended() -> None:
-    b = Bench(spec("reg/0", tier=1, system=True), spec("a/0", restart="transient"), spec("b/0", restart="temporary"))
-    b(RunStarted()), b.up("reg/0"), b.up("a/0"), b.up("b/0")
+    b = running(spec("reg/0", tier=1, system=True), spec("a/0", restart="transient"), spec("b/0", restart="temporary"))
     b.dies("a/0", "clean"), b.dies("b/0", "exception")
     assert b.of(Stop) == ["reg/0"]
     b.dies("reg/0", "clean")
@@ -250,8 +239,7 @@ def test_backoff_doubles_up_to_its_limit_with_full_jitter() -> None:
 
 
 def test_exhausted_intensity_drains_with_one_diagnosis_and_the_first_failure() -> None:
-    b = Bench(spec("reg/0", tier=1, system=True), spec("a/0", max_restarts=2), spec("z/0"))
-    b(RunStarted()), b.up("reg/0"), b.up("a/0"), b.up("z/0")
+    b = running(spec("reg/0", tier=1, system=True), spec("a/0", max_restarts=2), spec("z/0"))
     b.dies("z/0", "cuda", after=0.1)
     for _ in range(2):
         b.dies("a/0", after=0.1)
@@ -300,8 +288,7 @@ def test_config_failure_ends_the_run_without_a_restart() -> None:
     b(RunStarted()), b(SlotSpawned("a/0", 1, 5))
     b.dies("a/0", "config")
     assert b.done.exit_code == 2 and "a/0 cannot start" in b.done.reason
-    b = Bench(spec("a/0"))
-    b(RunStarted()), b.up("a/0")
+    b = running(spec("a/0"))
     b.dies("a/0", "config")
     assert b.done.exit_code == 1 and "a/0 cannot go on" in b.done.reason
     # A trainer that comes back, or another role, once the work has begun.
@@ -317,8 +304,7 @@ def test_config_failure_ends_the_run_without_a_restart() -> None:
     b(RunStarted()), b(SlotSpawned("a/0", 1, 5))
     b.dies("a/0", "import_error")
     assert b.done.exit_code == 1
-    b = Bench(spec("a/0"))
-    b(RunStarted()), b.up("a/0")
+    b = running(spec("a/0"))
     b.dies("a/0", "import_error")
     assert b.state("a/0") == "backoff", "it has worked before: the import may work again"
 
@@ -334,8 +320,7 @@ def test_a_role_that_reached_its_limit_ends_the_run_without_a_restart() -> None:
 
 
 def test_hang_dumps_stacks_then_kills() -> None:
-    b = Bench(spec("a/0", hang_after_s=10, dump_grace_s=1))
-    b(RunStarted()), b.up("a/0")
+    b = running(spec("a/0", hang_after_s=10, dump_grace_s=1))
     b(SlotProgress("a/0", 5), after=9)
     b(SlotProgress("a/0", 5, detail="decoding"), after=9)
     assert b(Tick(), after=0.5) == []
@@ -346,8 +331,7 @@ def test_hang_dumps_stacks_then_kills() -> None:
 
 
 def test_progress_during_the_stack_dump_saves_the_role() -> None:
-    b = Bench(spec("a/0", hang_after_s=10, dump_grace_s=1))
-    b(RunStarted()), b.up("a/0")
+    b = running(spec("a/0", hang_after_s=10, dump_grace_s=1))
     b(Tick(), after=10)
     assert b.of(DumpStacks) == ["a/0"]
     b(SlotProgress("a/0", 1), after=0.5)
@@ -356,8 +340,7 @@ def test_progress_during_the_stack_dump_saves_the_role() -> None:
 
 
 def test_waiting_is_idle_and_extend_moves_the_deadline_once() -> None:
-    b = Bench(spec("a/0", hang_after_s=10))
-    b(RunStarted()), b.up("a/0")
+    b = running(spec("a/0", hang_after_s=10))
     for _ in range(100):
         b(SlotProgress("a/0", 0, waiting="for samples"), after=9)
     assert b.of(DumpStacks) == []
@@ -384,8 +367,8 @@ def test_an_idle_role_without_reports_is_a_hang_and_its_next_report_saves_it() -
 
 
 def test_an_idle_role_has_time_for_a_report_however_short_its_limit() -> None:
-    b = Bench(spec("a/0", hang_after_s=0.5))
-    b(RunStarted()), b.up("a/0"), b(SlotProgress("a/0", 0, waiting="for samples"))
+    b = running(spec("a/0", hang_after_s=0.5))
+    b(SlotProgress("a/0", 0, waiting="for samples"))
     b(Tick(), after=2)
     assert b.state("a/0") == "ready"
 
@@ -450,8 +433,7 @@ def test_a_start_without_a_process_is_given_up() -> None:
 
 
 def test_operators_restart_is_not_counted() -> None:
-    b = Bench(spec("a/0", max_restarts=0), spec("b/0"))
-    b(RunStarted()), b.up("a/0"), b.up("b/0")
+    b = running(spec("a/0", max_restarts=0), spec("b/0"))
     b(RestartRequested("a/0"))
     assert b.of(Stop) == ["a/0"]
     b.dies("a/0", "killed")
@@ -466,8 +448,7 @@ def test_operators_restart_is_not_counted() -> None:
 
 
 def test_role_that_finishes_while_its_restart_is_asked_for_has_finished() -> None:
-    b = Bench(spec("t/0", significant=True))
-    b(RunStarted()), b.up("t/0")
+    b = running(spec("t/0", significant=True))
     b(RestartRequested("t/0"))
     b(SlotFinished("t/0"))
     b.dies("t/0", "clean")

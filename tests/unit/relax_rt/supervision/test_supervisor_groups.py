@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from supervisor_bench import Bench, spec
+from supervisor_bench import Bench, running, spec
 
 from relax_rt.config.schema import RoleSettings, SupervisionTable
 from relax_rt.supervision.placement import Node, Placer
@@ -37,11 +37,7 @@ from relax_rt.transport.rpc.errors import Refused
 def gang(count: int, *others: Any, placer: Placer | None = None, **fields: Any) -> Bench:
     """A gang `t` of that many ranks, all up, beside other slots, up as well."""
     ranks = [spec(f"t/{n}", **fields) for n in range(count)]
-    b = Bench(*ranks, *others, roles=[RoleSpec(kind="t", gang=True, role_restarts=0)], placer=placer)
-    b(RunStarted())
-    for slot in [*[r.slot for r in ranks], *[o.slot for o in others]]:
-        b.up(slot)
-    return b
+    return running(*ranks, *others, roles=[RoleSpec(kind="t", gang=True, role_restarts=0)], placer=placer)
 
 
 def generation(b: Bench) -> int:
@@ -137,8 +133,7 @@ def test_rank_that_fails_while_the_run_ends_takes_the_others_with_it() -> None:
 
 def test_one_for_all_stops_the_others_and_counts_the_failures_of_the_role() -> None:
     rules = RoleSpec(kind="a", strategy="one_for_all", role_restarts=0)
-    b = Bench(spec("a/0", max_restarts=1), spec("a/1", max_restarts=1), roles=[rules])
-    b(RunStarted()), b.up("a/0"), b.up("a/1")
+    b = running(spec("a/0", max_restarts=1), spec("a/1", max_restarts=1), roles=[rules])
     b.dies("a/0")
     assert b.of(Stop) == ["a/1"]
     b.dies("a/1", "clean")
@@ -188,8 +183,7 @@ def test_slot_without_restarts_left_is_given_up_while_enough_others_remain() -> 
 
 
 def test_role_is_restarted_once_as_a_whole_before_the_run_ends() -> None:
-    b = Bench(spec("r/0", max_restarts=1), spec("r/1"), spec("w/0"), roles=[RoleSpec(kind="r", role_restarts=1)])
-    b(RunStarted()), [b.up(s) for s in ("r/0", "r/1", "w/0")]
+    b = running(spec("r/0", max_restarts=1), spec("r/1"), spec("w/0"), roles=[RoleSpec(kind="r", role_restarts=1)])
     exhausted(b, "r/0")
     assert b.of(Stop) == ["r/1"] and b.events("role_restarting")[0]["slot"] == "r/0"
     b.dies("r/1", "clean")
@@ -215,8 +209,7 @@ def test_restart_of_the_role_ages_in_the_good_time_of_the_slot_that_needed_it() 
 
 
 def test_scale_up_adds_slots_and_scale_down_drains_the_highest_and_forgets_them() -> None:
-    b = Bench(spec("r/0"), spec("r/1"))
-    b(RunStarted()), b.up("r/0"), b.up("r/1")
+    b = running(spec("r/0"), spec("r/1"))
     b(ScaleRequested("r", 3))
     assert b.starts == ["r/2"]
     b.up("r/2")
@@ -245,8 +238,7 @@ def test_scale_up_restores_slots_that_are_leaving_drained_or_given_up() -> None:
 
 
 def test_scale_to_nothing_does_not_end_the_run() -> None:
-    b = Bench(spec("r/0"))
-    b(RunStarted()), b.up("r/0")
+    b = running(spec("r/0"))
     b(ScaleRequested("r", 0))
     b.dies("r/0", "clean")
     assert not b.core.draining and b.core.view() == []
@@ -265,8 +257,7 @@ def test_what_cannot_be_scaled_is_refused() -> None:
 
 
 def test_drained_role_stays_down_until_it_is_restarted() -> None:
-    b = Bench(spec("r/0"), spec("r/1", backoff_first_s=100, backoff_max_s=100), spec("w/0"))
-    b(RunStarted()), [b.up(s) for s in ("r/0", "r/1", "w/0")]
+    b = running(spec("r/0"), spec("r/1", backoff_first_s=100, backoff_max_s=100), spec("w/0"))
     b.dies("r/1")
     b(DrainRequested("r"))
     assert b.of(Stop) == ["r/0"] and b.state("r/1") == "ended"
@@ -305,8 +296,7 @@ def test_slot_without_room_waits_with_a_reason_until_there_is_some() -> None:
 
 def test_slots_of_a_lost_node_start_elsewhere_at_once_and_nothing_is_counted() -> None:
     placer = on_nodes(Node("n1", 1), Node("n2", 1))
-    b = Bench(spec("a/0", max_restarts=0), spec("a/1", max_restarts=0), placer=placer)
-    b(RunStarted()), b.up("a/0"), b.up("a/1")
+    b = running(spec("a/0", max_restarts=0), spec("a/1", max_restarts=0), placer=placer)
     lost = next(s for s in ("a/0", "a/1") if b.view(s).node == "n2")
     b(NodeLost("n2", "silent for 10 s"))
     assert b.starts == [lost] and b.view(lost).node == "n1"
@@ -314,8 +304,7 @@ def test_slots_of_a_lost_node_start_elsewhere_at_once_and_nothing_is_counted() -
 
 
 def test_slots_of_a_lost_node_wait_for_it_when_it_is_kept() -> None:
-    b = Bench(spec("a/0", node=""), placer=on_nodes(Node("n1", 1)))
-    b(RunStarted()), b.up("a/0")
+    b = running(spec("a/0", node=""), placer=on_nodes(Node("n1", 1)))
     b(NodeJoined(Node("n2", 1)))
     b(NodeLost("n1", "cable", keep=True))
     assert b.state("a/0") == "pending" and "'n1'" in b.view("a/0").waiting
@@ -342,8 +331,7 @@ def test_all_ranks_on_one_lost_node() -> None:
 
 
 def test_drained_node_is_emptied_and_gets_nothing_new() -> None:
-    b = Bench(spec("a/0"), spec("a/1"), placer=on_nodes(Node("n1", 1), Node("n2", 1)))
-    b(RunStarted()), b.up("a/0"), b.up("a/1")
+    b = running(spec("a/0"), spec("a/1"), placer=on_nodes(Node("n1", 1), Node("n2", 1)))
     moved = next(s for s in ("a/0", "a/1") if b.view(s).node == "n2")
     b(DrainRequested("n2"))
     assert b.of(Stop) == [moved]
@@ -352,8 +340,7 @@ def test_drained_node_is_emptied_and_gets_nothing_new() -> None:
 
 
 def test_node_with_the_registry_on_it_cannot_be_drained() -> None:
-    b = Bench(spec("q/0", system=True), placer=on_nodes(Node("n1", 1)))
-    b(RunStarted()), b.up("q/0")
+    b = running(spec("q/0", system=True), placer=on_nodes(Node("n1", 1)))
     with pytest.raises(Refused, match="q/0 runs there"):
         b(DrainRequested("n1"))
 
@@ -387,8 +374,7 @@ def test_memory_limits_count_in_the_placement() -> None:
 
 
 def test_drained_node_takes_slots_again_once_it_is_restarted() -> None:
-    b = Bench(spec("p/0", node="n2"), spec("a/0"), placer=on_nodes(Node("n1", 1), Node("n2", 1)))
-    b(RunStarted()), b.up("p/0"), b.up("a/0")
+    b = running(spec("p/0", node="n2"), spec("a/0"), placer=on_nodes(Node("n1", 1), Node("n2", 1)))
     with pytest.raises(Refused, match="not drained"):
         b(RestartRequested("n2"))
     b(DrainRequested("n2"))
@@ -402,8 +388,7 @@ def test_drained_node_takes_slots_again_once_it_is_restarted() -> None:
 
 
 def test_restart_of_a_role_without_slots_is_refused_with_that_reason() -> None:
-    b = Bench(spec("r/0"), spec("w/0"))
-    b(RunStarted()), b.up("r/0"), b.up("w/0")
+    b = running(spec("r/0"), spec("w/0"))
     b(ScaleRequested("r", 0))
     b.dies("r/0", "clean")
     assert b.core.counts == {"r": 0, "w": 1} and b.core.can_scale("r")
@@ -412,8 +397,7 @@ def test_restart_of_a_role_without_slots_is_refused_with_that_reason() -> None:
 
 
 def test_slots_of_a_role_start_as_many_at_a_time_as_there_are_cores() -> None:
-    b = Bench(spec("r/0"), spec("w/0"), placer=on_nodes(Node("n1", 3)))
-    b(RunStarted()), b.up("r/0"), b.up("w/0")
+    b = running(spec("r/0"), spec("w/0"), placer=on_nodes(Node("n1", 3)))
     b(ScaleRequested("r", 9))
     assert b.starts == ["r/1", "r/2", "r/3"]
     assert b.state("r/8") == "pending" and "3 others of its role are starting" in b.view("r/8").waiting

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.supervision.placement import Node, NoRoom, Placement, Placer
 from relax_rt.supervision.protocol import (
     Action,

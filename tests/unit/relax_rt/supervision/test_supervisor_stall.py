@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from supervisor_bench import spec
 
-from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.supervision.protocol import (
     Action,
     DrainRequested,

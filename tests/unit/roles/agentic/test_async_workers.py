@@ -16,9 +16,9 @@ from test_blocking_workers import REPLY, living, task
 
 from relax_rt.roles.agentic import Observation, Step
 from relax_rt.roles.agentic.episode import PlayedEpisode, play_game
-from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck, EpisodeLost
+from relax_rt.roles.agentic.interface import EnvironmentFailed, EnvironmentStuck, EpisodeLost
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks
-from relax_rt.roles.agentic.worker_messages import WorkerSetup
+from relax_rt.roles.agentic.worker_process import WorkerSetup
 from relax_rt.roles.agentic.workers import EnvironmentPool
 
 GAME = '''

@@ -13,8 +13,8 @@ from episode_kit import Engine, factory, limits, talk
 
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
 from relax_rt.roles.agentic.episode import play
-from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck, EpisodeLost
-from relax_rt.roles.agentic.worker_messages import WorkerSetup
+from relax_rt.roles.agentic.interface import EnvironmentFailed, EnvironmentStuck, EpisodeLost
+from relax_rt.roles.agentic.worker_process import WorkerSetup
 from relax_rt.roles.agentic.workers import EnvironmentPool
 from relax_rt.transport.rpc.errors import RelaxError
 

@@ -228,7 +228,7 @@ def room() -> Any:
     return Room()
 
 
-def test_pictures_of_gymnasium_are_parts_of_messages(tmp_path: Path) -> None:
+def test_images_of_gymnasium_are_parts_of_messages(tmp_path: Path) -> None:
     gymnasium = pytest.importorskip("gymnasium")
     image = pytest.importorskip("PIL.Image")
     gymnasium.register("Room-v0", entry_point=room, disable_env_checker=True)

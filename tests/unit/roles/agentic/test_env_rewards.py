@@ -13,14 +13,13 @@ from episode_kit import TASK, Count, Engine, factory, numbers, template, tokeniz
 from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors
 from relax_rt.roles.agentic import Chat, Observation, Reply, Step, Task
-from relax_rt.roles.agentic.counters import EpisodeCounters
 from relax_rt.roles.agentic.episode import PlayedEpisode
-from relax_rt.roles.agentic.errors import EnvironmentFailed
+from relax_rt.roles.agentic.interface import EnvironmentFailed
 from relax_rt.roles.agentic.loading import Factory
 from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.preflight import preflight_environment
 from relax_rt.roles.agentic.rewards import KEY, PLACE
-from relax_rt.roles.agentic.role import split_games
+from relax_rt.roles.agentic.role import EpisodeCounters, split_games
 from relax_rt.roles.agentic.samples import make_sample
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.tokens.template import ChatTemplate

@@ -12,7 +12,7 @@ from episode_kit import TASK, Count, Engine, factory, limits, numbers, talk, tok
 
 from relax_rt.roles.agentic import Chat, Environment, Observation, Reply, Step, Task
 from relax_rt.roles.agentic.episode import EpisodeChat, PlayedEpisode, play, turn_seed
-from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck, EpisodeLost, GenerationFailed
+from relax_rt.roles.agentic.interface import EnvironmentFailed, EnvironmentStuck, EpisodeLost, GenerationFailed
 from relax_rt.roles.agentic.samples import make_sample, new_sample, produced_record
 from relax_rt.roles.rollout.engines.routing import RoutingShape
 from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Outcome, RouterEnded, RouterFull

@@ -16,13 +16,13 @@ import pytest
 
 from relax_rt.roles.agentic import Task
 from relax_rt.roles.agentic.episode import EpisodeLimits, PlayedEpisode
-from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck, EpisodeLost, GenerationFailed
+from relax_rt.roles.agentic.interface import EnvironmentFailed, EnvironmentStuck, EpisodeLost, GenerationFailed
 from relax_rt.roles.agentic.loading import load_factory
 from relax_rt.roles.agentic.program import Program, load_program, parse_result
 from relax_rt.roles.agentic.program_episodes import ProgramPlayer
 from relax_rt.roles.agentic.program_host import ProgramHost
 from relax_rt.roles.agentic.tokens.types import Branch, BranchTurn, Counts, Episode
-from relax_rt.roles.gateway.api import Access, Closed, Said, SessionLimits
+from relax_rt.roles.gateway.api import Access, ClosedSession, GivenAnswer, SessionLimits
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
@@ -192,7 +192,7 @@ class Lender:
 
     slot = "gateway/0"
 
-    def __init__(self, closed: Closed | None = None) -> None:
+    def __init__(self, closed: ClosedSession | None = None) -> None:
         self.access = Access("http://127.0.0.1:9/v1", "key", "gateway/0#1")
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.closed, self.asked, self.closes = closed, {}, 0  # type: ignore[var-annotated]
@@ -202,20 +202,20 @@ class Lender:
         self.asked[name] = limits
         yield self
 
-    async def close(self) -> Closed:
+    async def close(self) -> ClosedSession:
         self.closes += 1
         if self.closed is None:
             raise Refused("session", why="none of this name and nonce is open")
         return self.closed
 
 
-def said(*ids: str, **changes: Any) -> Closed:
+def said(*ids: str, **changes: Any) -> ClosedSession:
     turns = tuple(BranchTurn(n, n + 1, "assistant", name, True) for n, name in enumerate(ids))
     tokens = tuple(range(len(ids)))
     branch = Branch(tokens, (1,) * len(ids), (-1.0,) * len(ids), (VersionSpan(0, len(ids), 1, 1),), turns, "stop")
-    answers = tuple(Said(name, {"role": "assistant", "content": name}, "stop", f"r-{name}") for name in ids)
+    answers = tuple(GivenAnswer(name, {"role": "assistant", "content": name}, "stop", f"r-{name}") for name in ids)
     episode = Episode((branch,) if ids else (), Counts())
-    return Closed(episode=episode, said=answers, **changes)
+    return ClosedSession(episode=episode, answers=answers, **changes)
 
 
 async def play(
@@ -243,7 +243,7 @@ async def test_an_episode_has_the_session_s_tokens_and_the_program_s_reward(tmp_
     assert named.rewards == {"a": 0.0, "b": 1.5}
     three = said("a", "b", "c")
     three = msgspec.structs.replace(
-        three, said=[msgspec.structs.replace(one, response="r", choice=n) for n, one in enumerate(three.said)]
+        three, answers=[msgspec.structs.replace(one, response="r", choice=n) for n, one in enumerate(three.answers)]
     )
     several = await play(tmp_path, Lender(three), """echo '{"rewards": {"r": [1, 2, 3]}}'""")
     assert several.rewards == {"a": 1.0, "b": 2.0, "c": 3.0}
@@ -255,7 +255,7 @@ async def test_an_episode_has_the_session_s_tokens_and_the_program_s_reward(tmp_
     await play(tmp_path, wanting, "echo 42", judged=True, routing=True)
     assert wanting.asked == {"7.1": msgspec.structs.replace(limits, routing=True)}
     # It was refused a call, and did not know what to do then.
-    cut = await play(tmp_path, Lender(said("a", used_up="tokens")), "exit 1")
+    cut = await play(tmp_path, Lender(said("a", exhausted="tokens")), "exit 1")
     assert cut.truncated == "tokens" and cut.rewards == {"a": 0.0}
 
 
@@ -281,12 +281,12 @@ async def test_an_episode_has_the_session_s_tokens_and_the_program_s_reward(tmp_
             "2 rewards to response 'r-a', which has 1",
         ),
         ("echo '{\"reward\": 1}'", None, EpisodeLost, "none of this name"),
-        ("exit 1", said("a", trouble="no engine"), EpisodeLost, "no engine"),
-        ("exit 1", said("a", trouble="too long", never=True), GenerationFailed, "too long"),
+        ("exit 1", said("a", error="no engine"), EpisodeLost, "no engine"),
+        ("exit 1", said("a", error="too long", permanent=True), GenerationFailed, "too long"),
     ],
 )
 async def test_what_goes_wrong_is_told_apart(
-    tmp_path: Path, script: str, closed: Closed | None, error: type[RelaxError], message: str
+    tmp_path: Path, script: str, closed: ClosedSession | None, error: type[RelaxError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         await play(tmp_path, Lender(closed), script)
@@ -297,7 +297,7 @@ async def test_one_that_is_late_is_killed_and_at_fault_only_if_it_had_all_its_an
     tmp_path: Path, waiting: int, error: type[RelaxError]
 ) -> None:
     with pytest.raises(error, match=r"not over within 1 s"):
-        await play(tmp_path, Lender(said("a", waiting=waiting)), "sleep 600", limit_s=1.0)
+        await play(tmp_path, Lender(said("a", interrupted=waiting)), "sleep 600", limit_s=1.0)
 
 
 async def test_one_whose_gateway_was_started_again_is_killed_at_once(tmp_path: Path) -> None:

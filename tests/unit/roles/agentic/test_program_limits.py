@@ -18,7 +18,7 @@ from test_program import TASK, Lender, lives, programs_of, said, until
 
 from relax_rt.roles.agentic import program_episodes, program_host
 from relax_rt.roles.agentic.episode import EpisodeLimits, PlayedEpisode
-from relax_rt.roles.agentic.errors import EpisodeLost, LimitExceeded
+from relax_rt.roles.agentic.interface import EpisodeLost, LimitExceeded
 from relax_rt.roles.agentic.program import Program, ProgramLimits, exceeded_limit, load_program
 from relax_rt.roles.agentic.program_episodes import GatewayUnreachable, ProgramPlayer, gateway_url, program_environment
 from relax_rt.roles.agentic.program_host import (
@@ -287,7 +287,7 @@ async def test_an_episode_over_a_limit_has_failed_by_its_name(tmp_path: Path) ->
         await play(tmp_path, Lender(said("a")), "yes")
     script = f"{sys.executable} -S -c \"open('x', 'wb').write(bytes(3 << 20))\""
     with pytest.raises(LimitExceeded, match=r"a file of more than 1 MiB.*exit code 1: .*File too large"):
-        await play(tmp_path, Lender(said("a", used_up="tokens")), script)
+        await play(tmp_path, Lender(said("a", exhausted="tokens")), script)
 
 
 async def test_an_episode_waits_for_room_and_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from episode_kit import TASK, Count, Engine, factory, limits, numbers, talk
 
 from relax_rt.roles.agentic import Chat, Reply, Step, Task
 from relax_rt.roles.agentic.episode import PlayedEpisode, play
-from relax_rt.roles.agentic.errors import EnvironmentStuck, EpisodeLost
+from relax_rt.roles.agentic.interface import EnvironmentStuck, EpisodeLost
 from relax_rt.roles.agentic.replay_cache import SWEEP_EVERY, ReplayCache, ReplayStore, clear_all
 from relax_rt.roles.rollout.engines.routing import PART_TOKENS
 from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome

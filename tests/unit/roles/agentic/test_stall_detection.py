@@ -13,13 +13,12 @@ from episode_kit import TASK, Count, Engine, factory, numbers, template, tokeniz
 from relax_rt.config.schema import RunTable
 from relax_rt.observe.metrics import MetricsLog
 from relax_rt.roles.agentic import Chat, Reply, Step, Task
-from relax_rt.roles.agentic.counters import EpisodeCounters
 from relax_rt.roles.agentic.episode import Generate
-from relax_rt.roles.agentic.errors import EnvironmentStuck, EpisodeLost
 from relax_rt.roles.agentic.evaluation import MAX_ATTEMPTS, EpisodeEvaluation
+from relax_rt.roles.agentic.interface import EnvironmentStuck, EpisodeLost
 from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.replay_cache import ReplayStore
-from relax_rt.roles.agentic.role import EnvRole, EpisodeGroup
+from relax_rt.roles.agentic.role import EnvRole, EpisodeCounters, EpisodeGroup
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.stall_detection import (
     KIND,

@@ -11,11 +11,11 @@ from episode_kit import Engine, factory, numbers, template, tokenizer
 
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
 from relax_rt.roles.agentic.episode import Generate, PlayedEpisode
-from relax_rt.roles.agentic.errors import EnvironmentStuck, EpisodeLost
+from relax_rt.roles.agentic.interface import EnvironmentStuck, EpisodeLost
 from relax_rt.roles.agentic.loading import Factory, load_factory
 from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.settings import EnvSettings
-from relax_rt.roles.agentic.worker_messages import WorkerSetup
+from relax_rt.roles.agentic.worker_process import WorkerSetup
 from relax_rt.roles.agentic.workers import EnvironmentPool
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.rollout.router.core import GenerationRequest, Outcome

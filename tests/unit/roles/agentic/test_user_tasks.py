@@ -15,8 +15,8 @@ from test_stall_detection import GROUP, Slot
 from relax_rt.hosting import host
 from relax_rt.roles.agentic import Chat, Observation, Reply, Step, Task, episode, user_tasks
 from relax_rt.roles.agentic.episode import PlayedEpisode, play_game
-from relax_rt.roles.agentic.errors import EnvironmentFailed, EnvironmentStuck
 from relax_rt.roles.agentic.evaluation import EpisodeEvaluation
+from relax_rt.roles.agentic.interface import EnvironmentFailed, EnvironmentStuck
 from relax_rt.roles.agentic.role import EpisodeGroup
 from relax_rt.roles.agentic.user_tasks import AbandonedTasks, TooManyAbandoned
 from relax_rt.transport.base.versions import VersionRecord

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from relax_rt.roles.data.settings import DataTable
-from relax_rt.roles.data.source import PromptSource
-from relax_rt.roles.data.truncation import truncated
+from relax_rt.roles.data.source import PromptSource, truncated
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 

@@ -21,9 +21,9 @@ from relax_rt.roles.gateway.service import AnswerPolicy, Service
 from relax_rt.roles.gateway.sessions import Sessions
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
-from relax_rt.roles.rollout.router.admission import AdmissionLimits, FleetLoad
+from relax_rt.roles.rollout.router.admission import AdmissionLimits, AdmissionQueue, FleetLoad
 from relax_rt.roles.rollout.router.core import Deliver, GenerationRequest, Outcome
-from relax_rt.roles.rollout.router.router import AdmissionQueue, NotGenerated
+from relax_rt.roles.rollout.router.router import NotGenerated
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 TOKEN = "the-token-of-this-run-is-a-long-one"

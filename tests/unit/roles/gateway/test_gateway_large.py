@@ -20,7 +20,7 @@ from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.tokens.types import Message, Tool
 from relax_rt.roles.gateway.app import HttpLimits
 from relax_rt.roles.gateway.calls import MAX_TOOL_BYTES
-from relax_rt.roles.gateway.request_body import PARSED_TIMES, VALUE_BYTES, parsed_bytes
+from relax_rt.roles.gateway.server import PARSED_TIMES, VALUE_BYTES, parsed_bytes
 from relax_rt.roles.gateway.service import AnswerPolicy
 
 
@@ -84,7 +84,7 @@ async def test_a_text_far_beyond_the_room_is_not_even_rendered(kind: str) -> Non
         assert caught.value.code == "context_length_exceeded"
         assert not chat.threads and not world.engine.orders
         if kind == "episode":
-            assert world.sessions.close("episode-1").used_up == "tokens"
+            assert world.sessions.close("episode-1").exhausted == "tokens"
 
 
 async def test_tools_are_bounded_in_bytes() -> None:

@@ -11,12 +11,12 @@ from gateway_world import Running, running, tokenizer
 
 from relax_rt.roles.agentic import Task
 from relax_rt.roles.agentic.episode import EpisodeLimits, PlayedEpisode
-from relax_rt.roles.agentic.errors import EpisodeLost
+from relax_rt.roles.agentic.interface import EpisodeLost
 from relax_rt.roles.agentic.program import load_program
 from relax_rt.roles.agentic.program_episodes import ProgramPlayer
 from relax_rt.roles.agentic.program_host import ProgramHost
 from relax_rt.roles.agentic.rewards import turns_of
-from relax_rt.roles.gateway.api import Access, Closed, SessionClient, SessionLimits
+from relax_rt.roles.gateway.api import Access, ClosedSession, SessionClient, SessionLimits
 from relax_rt.roles.rollout.router.core import GenerationRequest
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
@@ -46,7 +46,7 @@ class Here:
         self.world.sessions.renew(owner)
         return f"gateway/0#{self.epoch}"
 
-    async def close(self, session: str, nonce: str) -> Closed:
+    async def close(self, session: str, nonce: str) -> ClosedSession:
         if self.gone:
             raise Refused("session", why="none of this name and nonce is open")
         found = self.world.sessions.find(session, nonce)

@@ -12,17 +12,17 @@ from test_gateway_openai import RESPONSES_TOOL, ask, client, echo
 from test_gateway_streams import after, part_by_httpx, script
 
 from relax_rt.roles.agentic.tokens.types import Branch
-from relax_rt.roles.gateway.api import Closed, SessionLimits
+from relax_rt.roles.gateway.api import ClosedSession, SessionLimits
 from relax_rt.roles.gateway.role import GatewayRole
 from relax_rt.roles.rollout.engines.routing import PART_TOKENS
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.transport.rpc.errors import Refused
 
 
-def closed(world: Running) -> Closed:
+def closed(world: Running) -> ClosedSession:
     """As it comes to whoever plays the episode."""
     found = world.sessions.close("episode-1")
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Closed)
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=ClosedSession)
 
 
 def check(branch: Branch, orders: list[int]) -> None:

@@ -20,7 +20,7 @@ from relax_rt.roles.agentic.program_episodes import rewards_of
 from relax_rt.roles.agentic.samples import make_sample
 from relax_rt.roles.gateway import service
 from relax_rt.roles.gateway.access import Caller, Keys
-from relax_rt.roles.gateway.api import LEASE_S, Access, Closed, SessionClient, SessionLimits
+from relax_rt.roles.gateway.api import LEASE_S, Access, ClosedSession, SessionClient, SessionLimits
 from relax_rt.roles.gateway.calls import CallError
 from relax_rt.roles.gateway.service import AnswerPolicy
 from relax_rt.roles.gateway.sessions import PAUSE_S, Sessions
@@ -97,7 +97,7 @@ def test_an_episode_can_be_had_until_it_is_forgotten() -> None:
     found = sessions(clock, most=1)
     found.open("1.0", NONE, "a", OLD)
     first = found.close("1.0", "a")
-    assert isinstance(first, Closed) and found.close("1.0", "a") is first
+    assert isinstance(first, ClosedSession) and found.close("1.0", "a") is first
     with pytest.raises(Refused, match="1 are open"):
         found.open("2.0", NONE, "b", OLD)
     found.forget("1.0", "a")
@@ -125,20 +125,20 @@ async def test_what_an_episode_was_refused_for_and_what_was_said_is_known_at_its
     async with running(echo, terms=terms) as world, client(world, world.episode(calls=2)) as api:
         with pytest.raises(openai.BadRequestError, match="the model takes 120"):
             await api.chat.completions.create(model="policy", messages=ask("x" * 200))
-        assert world.sessions.find("episode-1", "").used_up == "tokens"
+        assert world.sessions.find("episode-1", "").exhausted == "tokens"
         for text in "ab":
             await api.chat.completions.create(model="policy", messages=ask(text), stop=" ")
         with pytest.raises(openai.ConflictError, match="has had its 2 calls"):
             await api.chat.completions.create(model="policy", messages=ask("c"))
         closed = world.sessions.close("episode-1")
-    assert [said.message["content"] for said in closed.said] == ["You", "You"], "a call that was refused counted"
-    assert closed.used_up == "tokens" and not closed.trouble and not closed.waiting
+    assert [said.message["content"] for said in closed.answers] == ["You", "You"], "a call that was refused counted"
+    assert closed.exhausted == "tokens" and not closed.error and not closed.interrupted
     async with running(echo) as world, client(world, world.episode(tokens=60)) as api:
         await api.chat.completions.create(model="policy", messages=ask("hello"))
         with pytest.raises(openai.ConflictError, match="max_tokens is 60"):
             await api.chat.completions.create(model="policy", messages=ask("y" * 60))
         closed = world.sessions.close("episode-1")
-    assert closed.used_up == "tokens" and len(closed.said) == 1
+    assert closed.exhausted == "tokens" and len(closed.answers) == 1
 
 
 async def test_answers_are_in_the_order_of_calls_and_choices_whichever_was_made_first() -> None:
@@ -161,9 +161,9 @@ async def test_answers_are_in_the_order_of_calls_and_choices_whichever_was_made_
     assert [len(outcome.tokens) - 1 for outcome in world.engine.made] == [1, 30, 60, 90, 1, 90]
     answers = [(four.id, n, choice.message.content) for n, choice in enumerate(four.choices)]
     answers += [(one.id, 0, one.choices[0].message.content) for one in (slow, quick)]
-    assert [(said.response, said.choice, said.message["content"]) for said in closed.said] == answers
+    assert [(said.response, said.choice, said.message["content"]) for said in closed.answers] == answers
     assert [text for *_, text in answers] == texts
-    assert tuple(said.id for said in closed.said) == closed.episode.replies
+    assert tuple(said.id for said in closed.answers) == closed.episode.replies
 
 
 @pytest.mark.parametrize("drift", ["fork", "drop"])
@@ -210,9 +210,9 @@ async def test_answers_that_a_change_of_history_drops_are_among_those_that_were_
         talk[3] = {"role": "assistant", "content": "In short: 2"}
         await api.chat.completions.create(model="policy", messages=talk)
         closed = world.sessions.close("episode-1")
-    assert [one.message["content"] for one in closed.said] == ["1", "2", "3"] and closed.episode.counts.drift
+    assert [one.message["content"] for one in closed.answers] == ["1", "2", "3"] and closed.episode.counts.drift
     assert len(closed.episode.trained) == (3 if drift == "fork" else 2)
-    rewards = rewards_of(ProgramResult(rewards=(0.25, 0.5, 1.0), reward=2.0), closed.said)
+    rewards = rewards_of(ProgramResult(rewards=(0.25, 0.5, 1.0), reward=2.0), closed.answers)
     played = PlayedEpisode(
         episode=closed.episode, rewards=rewards, states={}, truncated="", turns=3, cut=0, info={}
     )  # fmt: skip
@@ -228,10 +228,10 @@ async def test_the_runtime_s_own_trouble_is_known_until_a_call_is_answered() -> 
         world.engine.fails = True
         with pytest.raises(openai.InternalServerError):
             await api.chat.completions.create(model="policy", messages=ask("x"), stop="zzz")
-        assert "the engine is gone" in world.sessions.find("episode-1", "").trouble
+        assert "the engine is gone" in world.sessions.find("episode-1", "").error
         world.engine.fails = False
         await api.chat.completions.create(model="policy", messages=ask("x"))
-        assert not world.sessions.close("episode-1").trouble
+        assert not world.sessions.close("episode-1").error
 
 
 async def test_a_session_says_how_it_is_sampled() -> None:
@@ -242,7 +242,7 @@ async def test_a_session_says_how_it_is_sampled() -> None:
         return "yes"
 
     async with running(script) as world:
-        world.gateway.service._behind = lambda version: {3: 2}[version]
+        world.gateway.service._lag = lambda version: {3: 2}[version]
         seeds = []
         for name, seed in (("a", 5), ("b", 5), ("c", 6)):
             limits = SessionLimits(seed=seed, temperature=0.5, weights="episode")
@@ -276,7 +276,7 @@ async def test_an_answer_that_nobody_takes_is_not_trained_and_does_not_count() -
         async with client(world, key) as api:
             await api.chat.completions.create(model="policy", messages=ask("go"))
         closed = world.sessions.close("episode-1")
-    assert len(closed.said) == 1 and closed.episode.counts.abandoned == 1
+    assert len(closed.answers) == 1 and closed.episode.counts.abandoned == 1
 
 
 async def test_long_conversations_are_rendered_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +360,7 @@ class Far:
             raise StaleEpoch("env/0")
         return f"gateway/0#{self.epoch}"
 
-    async def close(self, session: str, nonce: str) -> Closed:
+    async def close(self, session: str, nonce: str) -> ClosedSession:
         self.calls.append(("close", session, nonce))
         raise Unreachable("gateway/0")
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 from gateway_world import Running, running, tokenizer, until
 
-from relax_rt.roles.gateway.api import Closed
+from relax_rt.roles.gateway.api import ClosedSession
 from relax_rt.roles.gateway.sessions import tokens_until
 from relax_rt.roles.rollout.router.core import GenerationRequest
 
@@ -74,7 +74,7 @@ async def say(world: Running, key: str, messages: list[Any]) -> str:
         return str(answer.choices[0].message.content)
 
 
-def trained(closed: Closed) -> list[str]:
+def trained(closed: ClosedSession) -> list[str]:
     """The text of each answer that is trained, which is each sampled token once."""
     found = []
     for branch in closed.episode.branches:
@@ -102,7 +102,7 @@ async def test_an_answer_that_was_left_is_trained_as_far_as_the_episode_goes_on_
         assert await say(world, key, after(ask("go"), words)) == "fine"
         closed = world.sessions.close("episode-1")
     assert trained(closed) == [words, "fine<|end|>"] and closed.left == 0
-    assert [said.message["content"] for said in closed.said] == [words, "fine"]
+    assert [said.message["content"] for said in closed.answers] == [words, "fine"]
     (branch,) = closed.episode.branches
     assert closed.episode.counts.continuation == 1 and closed.episode.counts.drift == 0
     # Token for token what was sampled, with its log-probabilities.
@@ -125,7 +125,7 @@ async def test_one_that_is_not_gone_on_with_is_dropped_and_counted(leave: Any) -
         )
         closed = world.sessions.close("episode-1")
         assert world.gateway.service.left == 1
-    assert trained(closed) == ["fine<|end|>"] and closed.left == 1 and len(closed.said) == 1
+    assert trained(closed) == ["fine<|end|>"] and closed.left == 1 and len(closed.answers) == 1
 
 
 @LEAVE
@@ -151,7 +151,7 @@ async def test_a_later_answer_is_left_and_the_next_but_one_goes_on_with_it() -> 
             assert await say(world, key, after(begun, text)) == "fine"
         closed = world.sessions.close("episode-1")
     assert sorted(trained(closed)) == sorted(["fine<|end|>", text, "fine<|end|>", "fine<|end|>", "fine<|end|>"])
-    assert [said.message["content"] for said in closed.said] == ["fine", text, "fine", "fine", "fine"]
+    assert [said.message["content"] for said in closed.answers] == ["fine", text, "fine", "fine", "fine"]
     assert closed.episode.counts.drift == 0
 
 

@@ -13,7 +13,7 @@ from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.planning.estimate import DELTA_PART, plan, published_bytes, stage_bytes
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.transport.weights.stage_server import MAX_SIDE_VERSIONS
+from relax_rt.transport.weights.stream import MAX_SIDE_VERSIONS
 
 LORA: dict[str, Any] = {"trainer": {"lora": {"rank": 8}}}
 

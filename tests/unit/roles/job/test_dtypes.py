@@ -20,8 +20,7 @@ from relax_rt.roles.job.job import RLJob
 from relax_rt.roles.models.precision import Choice
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
-from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.roles.training.backend.settings import ReferenceSettings, TrainerSettings
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, update_run
 from relax_rt.transport.rpc.errors import RelaxError
 

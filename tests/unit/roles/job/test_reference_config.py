@@ -18,7 +18,7 @@ from relax_rt.roles.config.checks import sample_bytes
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.job.job import RLJob
 from relax_rt.roles.planning.estimate import model_size
-from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.roles.training.backend.settings import ReferenceSettings
 
 HERE, KL = "roles.reference.count=1", 'algorithm.kl={name="k3", coefficient=0.1}'
 

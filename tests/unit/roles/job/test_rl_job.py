@@ -31,7 +31,7 @@ from relax_rt.roles.training.checkpoints.store import CheckpointState, Checkpoin
 from relax_rt.transport.rpc.errors import Corrupt, RelaxError
 from relax_rt.transport.weights.manifest import MAX_DELTA
 from relax_rt.transport.weights.stage import MAX_BUFFERS
-from relax_rt.transport.weights.stage_server import MAX_SIDE_VERSIONS
+from relax_rt.transport.weights.stream import MAX_SIDE_VERSIONS
 
 
 @pytest.fixture(scope="module")

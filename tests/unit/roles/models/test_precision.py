@@ -22,10 +22,11 @@ from relax_rt.roles.models.precision import (
     Timing,
     choose_for_cpu,
     choose_for_gpu,
+    computes_bfloat16,
     cpu_dtype,
+    processor_name,
     time_products,
 )
-from relax_rt.roles.models.processor import computes_bfloat16, processor_name
 
 
 @pytest.fixture(autouse=True)

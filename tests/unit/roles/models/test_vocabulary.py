@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from relax_rt.roles.models.tokenizer import ChatTokenizer
-from relax_rt.roles.models.vocabulary import check_vocabulary, vocabulary_size
+from relax_rt.roles.models.tokenizer import ChatTokenizer, check_vocabulary, vocabulary_size
 
 
 def folder_of(tmp_path: Path, **config: Any) -> Path:

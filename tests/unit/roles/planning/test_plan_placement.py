@@ -15,9 +15,7 @@ from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.planning.placement import AGENT_CORES, PlacedSlot, check_gpus, place
 from relax_rt.roles.rewards.settings import RewardSettings
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
-from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.critic.settings import CriticSettings
-from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.roles.training.backend.settings import CriticSettings, ReferenceSettings, TrainerSettings
 
 
 def nodes(*gpus: int, cores: int = 64, linked: int = 8) -> Inventory:

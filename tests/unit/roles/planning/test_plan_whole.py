@@ -17,9 +17,7 @@ from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.evaluation.settings import EvaluatorSettings
 from relax_rt.roles.planning.plan import HardwarePlan, plan_on
 from relax_rt.roles.rollout.engines.settings import RolloutSettings
-from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.roles.training.critic.settings import CriticSettings
-from relax_rt.roles.training.reference.settings import ReferenceSettings
+from relax_rt.roles.training.backend.settings import CriticSettings, ReferenceSettings, TrainerSettings
 
 EXAMPLES = Path(__file__).resolve().parents[4] / "examples"
 

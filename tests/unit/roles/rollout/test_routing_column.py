@@ -14,7 +14,7 @@ from relax_rt.roles.base.sample import read_sample
 from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.engines.base import Completion, GroupRequest
-from relax_rt.roles.rollout.engines.routing import RoutingShape, told
+from relax_rt.roles.rollout.engines.routing import RoutingShape, encode_rows
 from relax_rt.roles.rollout.samples import SampleMaker, as_put
 from relax_rt.roles.rollout.work import ActiveGroup, RolloutWork
 from relax_rt.transport.base.versions import VersionRecord
@@ -94,7 +94,7 @@ async def test_they_come_to_whoever_asks_for_the_column(tmp_path: Path) -> None:
             (ticket,) = (await engine.admit(1, 1, wait_s=0)).tickets
             wanted = [rows(3 + len(tokens), member) for member, tokens in enumerate(SAMPLED)]
             made = [
-                maker().make(job(ticket), completion(member, told(all_of[:3]), told(all_of[3:])))
+                maker().make(job(ticket), completion(member, encode_rows(all_of[:3]), encode_rows(all_of[3:])))
                 for member, all_of in enumerate(wanted)
             ]
             await engine.put_samples([as_put(sample) for sample in made])
@@ -115,7 +115,7 @@ async def test_they_come_to_whoever_asks_for_the_column(tmp_path: Path) -> None:
 def test_a_sample_that_lacks_rows_is_not_made() -> None:
     ticket = Ticket(group=4, prompt=0, attempt=0, size=2, version=1, lease_s=9.0)
     whole = rows(5, 0)
-    assert maker().make(job(ticket), completion(0, told(whole[:3]), told(whole[3:]))).routing is not None
+    assert maker().make(job(ticket), completion(0, encode_rows(whole[:3]), encode_rows(whole[3:]))).routing is not None
     for prompt, sampled in ((whole[:3], whole[3:4]), (whole[:0], whole[3:]), (whole[:3], whole)):
         with pytest.raises(Refused, match=r"sample 4.0 with \d routing rows of 6 tokens"):
-            maker().make(job(ticket), completion(0, told(prompt), told(sampled)))
+            maker().make(job(ticket), completion(0, encode_rows(prompt), encode_rows(sampled)))

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 import transformers
 
 from relax_rt.roles.base.sample import Sample
+from relax_rt.roles.training.algorithms.inputs import TokenTensors
 from relax_rt.roles.training.algorithms.objective import Objective
-from relax_rt.roles.training.algorithms.tensors import TokenTensors
 from relax_rt.roles.training.batch.rows import Costs, SampleRow
 
 

@@ -24,9 +24,9 @@ from relax_rt.roles.planning.memory import adapter_elements  # noqa: E402
 from relax_rt.roles.rollout.engines.weights import FlatWeights  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.backend.settings import LoraTable, TrainerSettings  # noqa: E402
+from relax_rt.roles.training.checks import check_adapters  # noqa: E402
 from relax_rt.roles.training.publication.adapters import AdapterVersions  # noqa: E402
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
-from relax_rt.roles.training.torch.checks import check_adapters  # noqa: E402
 from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.rpc.errors import Refused, RelaxError  # noqa: E402
 from relax_rt.transport.weights.manifest import bucket_digest, bucket_slices, total_digest  # noqa: E402

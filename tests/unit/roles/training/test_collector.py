@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from queue_parts import V2, World, world
 
+from relax_rt.roles.base.sample import Sample, read_sample
 from relax_rt.roles.training import collector as collecting
 from relax_rt.roles.training.collector import Collector, release_leases
 from relax_rt.roles.training.step import StepBatch
 from relax_rt.transport.queue.batch import LeasedBatch
-from relax_rt.transport.rpc.errors import Unreachable
+from relax_rt.transport.rpc.errors import Corrupt, Unreachable
 
 SOON_S = 120
 
@@ -129,3 +130,28 @@ async def test_a_lease_that_cannot_be_given_back_keeps_no_other(
             await release_leases(made.trainer, leases, "the trainer cannot go on")
         batch = await made.trainer.lease("train", groups=3, at_least=1, wait_s=0)
         assert {key.group for key in batch.keys} == {groups[1]}
+
+
+async def test_a_lease_whose_payload_does_not_come_is_released_and_its_groups_come_again(tmp_path: Path) -> None:
+    failures: list[Exception] = [Unreachable("payload of lease 1 at rank 1 on node b", why="its owner is dead")]
+
+    def read(lease: LeasedBatch, begin: bool) -> tuple[list[Sample], dict[str, int]]:
+        assert begin
+        if failures:
+            raise failures.pop()
+        return [read_sample(one) for one in lease.samples], {"a": 5, "b": 7}
+
+    async with world(tmp_path) as made:
+        shown = Shown()
+        collector = Collector(made.trainer, shown, groups=3, read_shares=read)  # type: ignore[arg-type]
+        await made.make(3, 1, 0)
+        assert await collector.collect(1) is None
+        assert "rank 1 on node b" in collector.waiting_for and shown.reasons[-1] == collector.waiting_for
+        batch = await collector.collect(1)
+        assert batch is not None and batch.full and batch.received_bytes == {"a": 5, "b": 7}
+        await made.trainer.complete_step(batch.leases, 1, V2)
+        failures.append(Corrupt("block of slab x", why="it holds something else"))
+        await made.make(3, 1, 0)
+        with pytest.raises(Corrupt):
+            await collector.collect(2)
+        assert not made.trainer.leases

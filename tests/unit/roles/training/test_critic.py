@@ -24,6 +24,7 @@ from packing_samples import SAMPLES  # noqa: E402
 from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
+from relax_rt.roles.training.backend.settings import CriticSettings  # noqa: E402
 from relax_rt.roles.training.critic import client as link_module  # noqa: E402
 from relax_rt.roles.training.critic.client import (  # noqa: E402  # noqa: E402
     SKIPPED_IN_A_ROW,
@@ -34,7 +35,6 @@ from relax_rt.roles.training.critic.client import (  # noqa: E402  # noqa: E402
 )
 from relax_rt.roles.training.critic.model import MODEL_FILE, CriticModel  # noqa: E402
 from relax_rt.roles.training.critic.role import CriticService  # noqa: E402
-from relax_rt.roles.training.critic.settings import CriticSettings  # noqa: E402
 from relax_rt.transport.rpc.errors import GivenUp, Refused, StaleEpoch  # noqa: E402
 
 

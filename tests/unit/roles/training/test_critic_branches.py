@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 from packing_samples import SAMPLES, make_sample  # noqa: E402
 
 from relax_rt.roles.base.sample import Sample  # noqa: E402
+from relax_rt.roles.training.backend.settings import CriticSettings  # noqa: E402
 from relax_rt.roles.training.critic.client import (  # noqa: E402
     CriticClient,
     CriticSample,
@@ -25,7 +26,6 @@ from relax_rt.roles.training.critic.client import (  # noqa: E402
 )
 from relax_rt.roles.training.critic.model import CriticModel  # noqa: E402
 from relax_rt.roles.training.critic.role import CriticService  # noqa: E402
-from relax_rt.roles.training.critic.settings import CriticSettings  # noqa: E402
 from relax_rt.transport.rpc.errors import Refused  # noqa: E402
 
 PARTS = [make_sample(5, 0, [1, 2, 3], [4, 5, 6, 7], [1, 0, 0, 1]), make_sample(5, 1, [1, 2, 8], [12, 13])]

@@ -15,8 +15,8 @@ from golden_tables import Layers, Parameter, read
 
 from relax_rt.roles.models.parallel import Sizes
 from relax_rt.roles.models.shape import read_shape, shape_of
-from relax_rt.roles.training.resharding.layout import LocalParameter, ModelDivision, Naming, hf_tensors, naming_of
-from relax_rt.roles.training.resharding.plan import ReshardPlan, plan_buckets
+from relax_rt.roles.training.megatron.layout import LocalParameter, ModelDivision, Naming, hf_tensors, naming_of
+from relax_rt.roles.training.megatron.resharding import ReshardPlan, plan_buckets
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 FOLDERS = {"qwen3_8b_tp2_pp2": "h100x8_qwen3_8b", "qwen3_30b_a3b_tp2_pp2_ep8": "h100x16_qwen3_30b_a3b"}

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from relax_rt.roles.training.algorithms.learning_rate import check_rates, learning_rate
-from relax_rt.roles.training.algorithms.settings import AlgorithmTable
+from relax_rt.roles.training.algorithms.settings import AlgorithmTable, check_rates, learning_rate
 
 
 def rates(**table: Any) -> list[float]:

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from relax_rt.roles.models.parallel import Sizes
 from relax_rt.roles.models.shape import shape_of
 from relax_rt.roles.training.checkpoints.optimizer_state import OptimizerFiles, block_key, rank_file, write_blocks
+from relax_rt.roles.training.megatron.layout import ModelDivision, naming_of
+from relax_rt.roles.training.megatron.resharding import ReshardPlan, plan_buckets
 from relax_rt.roles.training.megatron.state import HfModelFiles, fill_parameter, parameter_blocks
-from relax_rt.roles.training.resharding.layout import ModelDivision, naming_of
-from relax_rt.roles.training.resharding.plan import ReshardPlan, plan_buckets
 from relax_rt.transport.rpc.errors import Refused
 
 CONFIG: dict[str, Any] = {

@@ -18,6 +18,8 @@ from relax_rt.roles.training.backend.settings import TrainerSettings
 from relax_rt.roles.training.megatron.model import LayerChoice, Wanted, decide_layers
 from relax_rt.transport.rpc.errors import Refused
 
+NO_LOOP: Any = None
+"""Only ranks of a gang over several nodes use the loop."""
 TE, LOCAL = LayerChoice("transformer_engine"), LayerChoice("local")
 FALLBACK = LayerChoice("local", fallback="transformer_engine is not installed")
 
@@ -87,11 +89,11 @@ def opened(told: Told, wanted: Wanted, monkeypatch: pytest.MonkeyPatch, home: An
         "MegatronRanks": lambda *_, **__: None,
         "model_folder": lambda _: home,
         "MegatronBackend": told.backend,
-        "Leader": lambda _: None,
+        "Leader": lambda *_: None,
         "Follower": lambda *_: None,
     }.items():
         monkeypatch.setattr(start, name, stand_in)
-    start.open_megatron(told.context(wanted, home), Objective.__new__(Objective))
+    start.open_megatron(told.context(wanted, home), Objective.__new__(Objective), NO_LOOP)
 
 
 def test_local_layers_on_cuda_are_a_named_fallback(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from relax_rt.roles.training.megatron.logprobs import VocabularySlice, log_probabilities
+from relax_rt.roles.training.megatron.passes import VocabularySlice, log_probabilities
 
 
 class Parts(VocabularySlice):

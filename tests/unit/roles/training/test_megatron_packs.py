@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from relax_rt.roles.base.sample import Sample, bare_meta
 from relax_rt.roles.training.backend.gang import decode_samples, encode_samples
 from relax_rt.roles.training.batch.rows import replica_share
-from relax_rt.roles.training.megatron.packs import at_wanted_tokens, fill_packs, pack
+from relax_rt.roles.training.megatron.passes import at_wanted_tokens, fill_packs, pack
 
 LENGTHS = st.lists(st.integers(2, 30), min_size=1, max_size=12)
 

@@ -17,10 +17,10 @@ pytest.importorskip("transformers")
 from packing_samples import SAMPLES  # noqa: E402
 from starved import failing_backward, spoil_last  # noqa: E402
 
+from relax_rt.roles.training.backend.settings import CriticSettings  # noqa: E402
 from relax_rt.roles.training.batch.budget import GradientAccumulation, MemoryRetry, TokenBudget  # noqa: E402
 from relax_rt.roles.training.batch.rows import shared_rows  # noqa: E402
 from relax_rt.roles.training.critic.model import CriticModel  # noqa: E402
-from relax_rt.roles.training.critic.settings import CriticSettings  # noqa: E402
 from relax_rt.roles.training.reference.model import FrozenModel  # noqa: E402
 from relax_rt.transport.rpc.errors import RelaxError  # noqa: E402
 

@@ -17,14 +17,15 @@ pytest.importorskip("transformers")
 from packing_samples import SAMPLES  # noqa: E402
 
 from relax_rt.roles.base.sample import Sample  # noqa: E402
+from relax_rt.roles.training.algorithms.inputs import Metrics  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
-from relax_rt.roles.training.algorithms.tensors import Metrics  # noqa: E402
 from relax_rt.roles.training.backend.interface import StepResult  # noqa: E402
-from relax_rt.roles.training.mismatch import idle_token_metrics, with_idle_tokens  # noqa: E402
-from relax_rt.roles.training.step import (  # noqa: E402
+from relax_rt.roles.training.step import (  # noqa: E402  # noqa: E402
     StepBatch,
     accumulate,
+    idle_token_metrics,
     step_record,
+    with_idle_tokens,
 )
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.transport.base.versions import VersionRecord  # noqa: E402

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,21 +17,28 @@ from test_packing_rows import falcon  # noqa: E402
 from trainer_parts import config_of  # noqa: E402
 
 from relax_rt.config.problems import BadInput  # noqa: E402
+from relax_rt.interfaces.agent import Diagnosis  # noqa: E402
 from relax_rt.roles.training import open_backend as megatron_start  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
-from relax_rt.roles.training.backend.settings import TrainerSettings  # noqa: E402
+from relax_rt.roles.training.backend.gang import Follower, Leader  # noqa: E402
+from relax_rt.roles.training.backend.settings import (  # noqa: E402
+    CriticSettings,
+    ReferenceSettings,
+    TrainerSettings,
+)
 from relax_rt.roles.training.batch.attention import (  # noqa: E402
     architecture_packs,
     supports_segments,
 )
+from relax_rt.roles.training.checks import CANNOT_PACK, check_packing  # noqa: E402
 from relax_rt.roles.training.critic.role import CriticRole  # noqa: E402
-from relax_rt.roles.training.critic.settings import CriticSettings  # noqa: E402
 from relax_rt.roles.training.open_backend import open_torch  # noqa: E402
 from relax_rt.roles.training.reference.role import ReferenceRole  # noqa: E402
-from relax_rt.roles.training.reference.settings import ReferenceSettings  # noqa: E402
-from relax_rt.roles.training.torch.checks import CANNOT_PACK, check_packing  # noqa: E402
-from relax_rt.supervision.diagnosis import Diagnosis, classify_exception  # noqa: E402
+from relax_rt.supervision.diagnosis import classify_exception  # noqa: E402
 from relax_rt.transport.rpc.errors import Refused  # noqa: E402
+
+NO_LOOP: Any = None
+"""Only ranks of a gang over several nodes use the loop."""
 
 
 def context(folder: Path, settings: Any, home: Path) -> Any:
@@ -67,7 +75,7 @@ def ends_the_run(error: BadInput) -> bool:
 def test_packing_that_cannot_be_ends_the_run_at_the_first_try(tmp_path: Path) -> None:
     ctx = context(falcon(tmp_path), TrainerSettings(dtype="float32", threads=1, packing="required"), tmp_path)
     with pytest.raises(BadInput, match=r"roles.trainer.packing.*several sequences in a row.*Qwen3") as caught:
-        open_torch(ctx, Objective.of(ctx.config.algorithm))
+        open_torch(ctx, Objective.of(ctx.config.algorithm), NO_LOOP)
     assert ends_the_run(caught.value)
 
 
@@ -76,7 +84,7 @@ def test_a_model_that_is_not_computed_whole_ends_the_run(model_dir: Path, tmp_pa
 
     def trainer() -> None:
         ctx = context(folder, TrainerSettings(dtype="float32", threads=1), tmp_path)
-        open_torch(ctx, Objective.of(ctx.config.algorithm))
+        open_torch(ctx, Objective.of(ctx.config.algorithm), NO_LOOP)
 
     def reference() -> None:
         ctx = context(folder, ReferenceSettings(dtype="float32", threads=1), tmp_path)
@@ -105,8 +113,34 @@ def test_what_a_rank_of_megatron_refuses_ends_the_run(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     ctx = context(model_dir, TrainerSettings(backend="megatron", dtype="bfloat16", threads=1), tmp_path)
     with pytest.raises(BadInput, match="they do not divide evenly") as caught:
-        megatron_start.open_megatron(ctx, Objective.of(ctx.config.algorithm))
+        megatron_start.open_megatron(ctx, Objective.of(ctx.config.algorithm), NO_LOOP)
     assert ends_the_run(caught.value)
+
+
+async def test_the_ranks_of_a_gang_over_several_nodes_ask_the_queue_where_payload_lies(tmp_path: Path) -> None:
+    async def payload_servers(owners: list[str]) -> dict[str, str]:
+        return dict.fromkeys(owners, "tcp://127.0.0.1:1")
+
+    async def queue() -> Any:
+        return SimpleNamespace(payload_servers=payload_servers)
+
+    ctx: Any = SimpleNamespace(
+        payload_dir=tmp_path,
+        spill_dir=None,
+        fetcher=None,
+        queue=queue,
+        progress=SimpleNamespace(waiting=lambda _: None),
+    )
+    backend: Any = SimpleNamespace(ranks=None)
+    loop = asyncio.get_running_loop()
+    for rank, kind in ((0, Leader), (1, Follower)):
+        gang: Any = SimpleNamespace(rank=rank, world_size=2, local_world_size=1)
+        member = megatron_start._member(ctx, gang, backend, loop)
+        assert isinstance(member, kind) and member.lease_reader is not None
+        found = await asyncio.to_thread(member.lease_reader._locate, ["rollout-0-1"])
+        assert found == {"rollout-0-1": "tcp://127.0.0.1:1"}
+        gang.local_world_size = 2
+        assert megatron_start._member(ctx, gang, backend, loop).lease_reader is None, "its ranks share memory"
 
 
 # Before anything starts.

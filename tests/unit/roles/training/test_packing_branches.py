@@ -18,8 +18,11 @@ from packing_samples import SAMPLES, make_sample  # noqa: E402
 from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.batch.budget import TokenBudget  # noqa: E402
-from relax_rt.roles.training.batch.collate import MicroBatch, collate  # noqa: E402
-from relax_rt.roles.training.batch.logprobs import compute_at_trained_tokens  # noqa: E402
+from relax_rt.roles.training.batch.collate import (  # noqa: E402
+    MicroBatch,
+    collate,
+    compute_at_trained_tokens,
+)
 from relax_rt.roles.training.batch.rows import shared_rows  # noqa: E402
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 

@@ -21,7 +21,10 @@ from packing_ways import APART, MASKED, WAYS, exactly, gradients_alone, load_exa
 from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
-from relax_rt.roles.training.backend.settings import TrainerSettings  # noqa: E402
+from relax_rt.roles.training.backend.settings import (  # noqa: E402
+    CriticSettings,
+    TrainerSettings,
+)
 from relax_rt.roles.training.batch.attention import (  # noqa: E402
     NAME,
     packing_costs,
@@ -29,7 +32,6 @@ from relax_rt.roles.training.batch.attention import (  # noqa: E402
 from relax_rt.roles.training.batch.collate import collate  # noqa: E402
 from relax_rt.roles.training.batch.rows import Costs, SampleRow, plan_micro_batches, shared_rows  # noqa: E402  # noqa: E402
 from relax_rt.roles.training.critic.model import CriticModel  # noqa: E402
-from relax_rt.roles.training.critic.settings import CriticSettings  # noqa: E402
 from relax_rt.roles.training.open_backend import _cannot_pack  # noqa: E402
 from relax_rt.roles.training.reference.model import FrozenModel  # noqa: E402
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402

@@ -20,9 +20,9 @@ from packing_samples import SAMPLES  # noqa: E402
 from relax_rt.roles.base.sample import Sample, SampleMeta  # noqa: E402
 from relax_rt.roles.config.sections import RLConfig  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
+from relax_rt.roles.training.backend.settings import ReferenceSettings  # noqa: E402
 from relax_rt.roles.training.reference.model import FrozenModel  # noqa: E402
 from relax_rt.roles.training.reference.role import FAILURES_IN_A_ROW, ReferenceRole  # noqa: E402
-from relax_rt.roles.training.reference.settings import ReferenceSettings  # noqa: E402
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.transport.queue.ledger.messages import SampleKey  # noqa: E402
 from relax_rt.transport.rpc.errors import RelaxError  # noqa: E402

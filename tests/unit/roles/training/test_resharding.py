@@ -16,12 +16,13 @@ from megatron_sharder import Gang, State, make_state, shard  # noqa: E402
 
 from relax_rt.roles.models.parallel import Sizes  # noqa: E402
 from relax_rt.roles.models.shape import shape_of  # noqa: E402
-from relax_rt.roles.training.resharding.layout import ModelDivision, Naming, hf_tensors, naming_of  # noqa: E402
-from relax_rt.roles.training.resharding.plan import ReshardPlan, plan_buckets  # noqa: E402
-from relax_rt.roles.training.resharding.transfer import (  # noqa: E402
+from relax_rt.roles.training.megatron.layout import ModelDivision, Naming, hf_tensors, naming_of  # noqa: E402
+from relax_rt.roles.training.megatron.resharding import (  # noqa: E402  # noqa: E402
+    ReshardPlan,
     check_shards,
     extract_part,
     place_part,
+    plan_buckets,
     publish_weights,
 )
 from relax_rt.transport.rpc.errors import Refused  # noqa: E402

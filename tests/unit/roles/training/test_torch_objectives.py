@@ -15,9 +15,9 @@ transformers = pytest.importorskip("transformers")
 from packing_samples import SAMPLES, make_sample  # noqa: E402
 
 from relax_rt.roles.base.sample import Sample  # noqa: E402
+from relax_rt.roles.training.algorithms.inputs import TokenTensors  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
-from relax_rt.roles.training.algorithms.tensors import TokenTensors  # noqa: E402
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 
 TEMPERATURE = 0.8

@@ -22,11 +22,14 @@ from relax_rt.roles.models import device as module  # noqa: E402
 from relax_rt.roles.models.device import CPU, choose_device  # noqa: E402
 from relax_rt.roles.planning.division import divisible  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
-from relax_rt.roles.training.backend.settings import LoraTable, TrainerSettings  # noqa: E402
+from relax_rt.roles.training.backend.settings import (  # noqa: E402
+    CriticSettings,
+    LoraTable,
+    TrainerSettings,
+)
 from relax_rt.roles.training.batch.collate import collate  # noqa: E402
 from relax_rt.roles.training.batch.rows import shared_rows  # noqa: E402
 from relax_rt.roles.training.critic.model import CriticModel  # noqa: E402
-from relax_rt.roles.training.critic.settings import CriticSettings  # noqa: E402
 from relax_rt.roles.training.reference.model import FrozenModel  # noqa: E402
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.transport.rpc.errors import Refused  # noqa: E402

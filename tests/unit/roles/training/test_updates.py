@@ -22,8 +22,13 @@ from trainer_parts import GROUPS, Lives, lives_of, model_with_tokenizer  # noqa:
 from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.training.backend.interface import StepResult, skipped_result, step_result  # noqa: E402
 from relax_rt.roles.training.batch.rows import mini_batches  # noqa: E402
-from relax_rt.roles.training.mismatch import with_idle_tokens  # noqa: E402
-from relax_rt.roles.training.step import StepBatch, accumulate, combine_results, take_updates  # noqa: E402  # noqa: E402
+from relax_rt.roles.training.step import (  # noqa: E402  # noqa: E402
+    StepBatch,
+    accumulate,
+    combine_results,
+    take_updates,
+    with_idle_tokens,
+)
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.roles.training.trainer import SKIPPED_IN_A_ROW, TrainerRole  # noqa: E402
 from relax_rt.transport.rpc.errors import RelaxError  # noqa: E402

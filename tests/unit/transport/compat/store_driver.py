@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.transport.compat.store import state as ev
+from relax_rt.transport.compat.store import ledger as ev
 from relax_rt.transport.compat.store.api import FetchedRows, FoundRows, RowNames, StoreConfig, StoredRows
 from relax_rt.transport.compat.store.ledger import StoreLedger, StoreOutcome
 from relax_rt.transport.memory.refs import BlockRef, Extent

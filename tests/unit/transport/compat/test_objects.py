@@ -13,7 +13,8 @@ pytest.importorskip("tensordict", reason="transport.compat needs tensordict: pip
 
 import torch
 
-from relax_rt.transport.compat.transfer_queue import objects
+from relax_rt.transport.compat.transfer_queue import columns
+from relax_rt.transport.compat.transfer_queue.columns import decode_object, encode_object
 from relax_rt.transport.rpc.errors import Corrupt
 
 LEAVES = (
@@ -52,7 +53,7 @@ def typed(value: Any) -> Any:
 @settings(max_examples=200, deadline=None)
 @given(VALUES)
 def test_plain_data_round_trips(value: Any) -> None:
-    assert typed(objects.decode(objects.encode(value, "x"), "x")) == typed(value)
+    assert typed(decode_object(encode_object(value, "x"), "x")) == typed(value)
 
 
 @pytest.mark.parametrize(
@@ -67,21 +68,21 @@ def test_plain_data_round_trips(value: Any) -> None:
     ],
 )
 def test_arrays_round_trip(array: np.ndarray[Any, Any]) -> None:
-    back = objects.decode(objects.encode([array], "x"), "x")[0]
+    back = decode_object(encode_object([array], "x"), "x")[0]
     assert back.dtype == array.dtype and back.shape == array.shape and back.tolist() == array.tolist()
     assert back.flags.writeable
 
 
 @pytest.mark.parametrize("value", [np.float32(0.5), np.int64(-3), np.bool_(True)])
 def test_scalars_of_numpy_keep_their_type(value: Any) -> None:
-    back = objects.decode(objects.encode(value, "x"), "x")
+    back = decode_object(encode_object(value, "x"), "x")
     assert type(back) is type(value) and back == value
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.bool, torch.complex64, torch.int64])
 def test_tensors_in_objects_round_trip(dtype: torch.dtype) -> None:
     for tensor in (torch.tensor([[0, 1], [1, 0]]).to(dtype), torch.tensor(1).to(dtype), torch.empty(0, 2, dtype=dtype)):
-        back = objects.decode(objects.encode({"t": tensor.t()}, "x"), "x")["t"]
+        back = decode_object(encode_object({"t": tensor.t()}, "x"), "x")["t"]
         assert back.dtype == dtype and back.shape == tensor.t().shape
         assert back.to(torch.complex64).tolist() == tensor.t().to(torch.complex64).tolist()
 
@@ -93,21 +94,21 @@ class Mine:
 @pytest.mark.parametrize("value", [Mine(), [Mine()], {"a": (1, Mine())}, lambda: 1, Mine, range(3), {1: object()}])
 def test_what_cannot_be_put_is_refused_by_name(value: Any) -> None:
     with pytest.raises(TypeError, match=r"field 'x' cannot be put: it holds a .*objects are not pickled"):
-        objects.encode(value, "field 'x'")
+        encode_object(value, "field 'x'")
 
 
 def test_what_holds_itself_is_refused() -> None:
     value: list[Any] = []
     value.append(value)
     with pytest.raises(TypeError, match="field 'x' cannot be put"):
-        objects.encode(value, "field 'x'")
+        encode_object(value, "field 'x'")
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=64) | st.tuples(st.integers(-128, 127), st.binary(max_size=32)).map(lambda x: _ext(*x)))
 def test_bytes_of_others_are_a_value_or_a_typed_error(data: bytes) -> None:
     try:
-        objects.decode(data, "field 'x'")
+        decode_object(data, "field 'x'")
     except Corrupt as error:
         assert "field 'x'" in str(error)
 
@@ -117,9 +118,9 @@ def _ext(code: int, content: bytes) -> bytes:
 
 
 def test_a_length_beyond_the_bytes_allocates_nothing() -> None:
-    hostile = objects._encode(objects._ext(objects._TENSOR, ["float32", [1 << 40, 1 << 10], b"\x00\x00\x00\x00"]))
+    hostile = columns._encode(columns._ext(columns._TENSOR, ["float32", [1 << 40, 1 << 10], b"\x00\x00\x00\x00"]))
     with pytest.raises(Corrupt):
-        objects.decode(hostile, "field 'x'")
-    empty = objects._encode(objects._ext(objects._TENSOR, ["float32", [1 << 40, 1 << 10], b""]))
+        decode_object(hostile, "field 'x'")
+    empty = columns._encode(columns._ext(columns._TENSOR, ["float32", [1 << 40, 1 << 10], b""]))
     with pytest.raises(Corrupt):
-        objects.decode(empty, "field 'x'")
+        decode_object(empty, "field 'x'")

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from store_driver import Driver
 
-from relax_rt.transport.base.watch import node_name
-from relax_rt.transport.compat.store import state as ev
+from relax_rt.transport.base.liveness import node_name
+from relax_rt.transport.compat.store import ledger as ev
 from relax_rt.transport.compat.store.api import RowNames, StoreConfig
 from relax_rt.transport.compat.store.broker import StoreBroker
 from relax_rt.transport.compat.store.client import StoreClient
@@ -177,4 +177,4 @@ async def test_a_put_gives_up_in_time_and_takes_its_memory_back(tmp_path: Path) 
             await store.put(RowNames("p", ["m"]), COLUMN)
         assert store.writer.statistics().used_bytes == used
         assert store.waiting_on == ""
-        assert list((await store.list_keys("p"))["p"]) == ["k", "l"]
+        assert list((await store.api.list_keys("p"))["p"]) == ["k", "l"]

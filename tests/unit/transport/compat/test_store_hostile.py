@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_rt.transport.compat.store import state as ev
+from relax_rt.transport.compat.store import ledger as ev
 from relax_rt.transport.compat.store.api import RowNames, StoreApi, StoreConfig, StoreSampler
 from relax_rt.transport.compat.store.ledger import StoreLedger
 from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent

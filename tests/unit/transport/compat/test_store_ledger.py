@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from store_driver import WHO, Driver
 
-from relax_rt.transport.compat.store import state as ev
+from relax_rt.transport.compat.store import ledger as ev
 from relax_rt.transport.compat.store.api import FetchedRows, FoundRows, RowNames, StoreConfig, StoredRows, StoreSampler
 from relax_rt.transport.compat.store.ledger import StoreLedger
 from relax_rt.transport.memory.refs import BlockRef, Extent

@@ -24,7 +24,7 @@ from relax_rt.transport.memory.arena import ArenaReader, ArenaWriter
 from relax_rt.transport.memory.payload_server import PayloadServer
 from relax_rt.transport.memory.payload_wire import GetRanges, Range, RangeHead
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.rpc.address import AddressError
+from relax_rt.transport.rpc.channel import AddressError
 from relax_rt.transport.rpc.errors import (
     Corrupt,
     DeadlineExceeded,

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger_driver import free_policy, policy
 
+from relax_rt.transport.base import broker as broker_base
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent
-from relax_rt.transport.queue import broker as queue_broker
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.ledger.messages import BlockPut, Failure, LeaseRequest, RowPut, SampleKey, VersionSpan
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
@@ -162,7 +162,7 @@ def run(given: LedgerPolicy, script: list[Call]) -> None:
     folder = Path(tempfile.mkdtemp(prefix="relax-hostile-"))
     try:
         made = World(folder, given=given, limits=QueueLimits(lease_s=60.0, max_sample_bytes=1 << 20))
-        with patch.object(queue_broker, "MAX_WAIT_S", 0.001):
+        with patch.object(broker_base, "MAX_WAIT_S", 0.001):
             asyncio.run(play(made, script))
     finally:
         shutil.rmtree(folder)

@@ -29,7 +29,7 @@ from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc import rpc, wire
 from relax_rt.transport.rpc.errors import Corrupt, ProtocolError, Refused, RelaxError, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.wire import Request, encode_frame
+from relax_rt.transport.rpc.wire import RequestFrame, encode_frame
 
 FIELDS = {"tokens": "int32[*]", "image": "uint8[*,*,3]", "reward": "float32", "half": "bf16[2]", "text": "str"}
 TASKS = {"train": ["tokens"], "judge": ["tokens"]}
@@ -194,7 +194,7 @@ def hello(run_id: str = RUN_ID, **changes: Any) -> bytes:
 
 def request(method: str, *args: Any, timeout_s: float = 5.0) -> bytes:
     raw = msgspec.Raw(msgspec.msgpack.encode(args))
-    return encode_frame(wire.encode_message(Request(1, "QueueApi", method, timeout_s, raw)))
+    return encode_frame(wire.encode_message(RequestFrame(1, "QueueApi", method, timeout_s, raw)))
 
 
 async def test_hostile_bytes_on_the_brokers_socket(tmp_path: Path) -> None:

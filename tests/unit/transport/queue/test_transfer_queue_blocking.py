@@ -15,8 +15,8 @@ from ledger_driver import policy
 from test_broker import V1, sample
 
 from relax_rt.transport import TransferQueue
+from relax_rt.transport.base.liveness import NODE_ENV
 from relax_rt.transport.base.versions import VersionRecord
-from relax_rt.transport.base.watch import NODE_ENV
 from relax_rt.transport.queue import transfer_queue
 from relax_rt.transport.queue.transfer_queue import CLOSE_TIMEOUT_S, BlockingQueue
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused

@@ -11,7 +11,7 @@ import pytest
 from relax_rt.transport import TransferQueue
 from relax_rt.transport.queue import hosting
 from relax_rt.transport.queue.hosting import Host
-from relax_rt.transport.rpc.address import AddressError
+from relax_rt.transport.rpc.channel import AddressError
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused
 
 SAMPLE = [{"x": np.arange(3)}]

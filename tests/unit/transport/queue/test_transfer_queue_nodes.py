@@ -13,7 +13,7 @@ from transfer_queue_far_end import FAR_SAMPLES, FAR_TOKENS
 from transfer_queue_world import World, settled
 
 from relax_rt.transport import TransferQueue
-from relax_rt.transport.base.watch import NODE_ENV
+from relax_rt.transport.base.liveness import NODE_ENV
 
 TOKENS_BYTES = FAR_SAMPLES * FAR_TOKENS * 4
 

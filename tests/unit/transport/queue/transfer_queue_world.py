@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import transfer_queue_far_end
 
 from relax_rt.transport.base.folder import SHM_PREFIX, SHM_ROOT
-from relax_rt.transport.base.watch import NODE_ENV
+from relax_rt.transport.base.liveness import NODE_ENV
 
 T = TypeVar("T")
 _POLLS = 6000

@@ -16,11 +16,11 @@ import pytest
 from eventually import eventually
 from rpc_far_end import FarEnd, FarEndImpl, calling, hello, serving, spawn
 
-from relax_rt.transport.rpc.address import AddressError
 from relax_rt.transport.rpc.backoff import BackoffPolicy
+from relax_rt.transport.rpc.channel import AddressError
 from relax_rt.transport.rpc.errors import ActorDied, ProtocolError, Unreachable
 from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server
-from relax_rt.transport.rpc.wire import PROTOCOL, HelloFrame, Reply, Request, encode_frame, encode_message
+from relax_rt.transport.rpc.wire import PROTOCOL, HelloFrame, ReplyFrame, RequestFrame, encode_frame, encode_message
 
 
 async def working(far: FarEnd, client: Client) -> None:
@@ -279,7 +279,7 @@ async def test_a_client_that_minds_no_bound_is_not_read(tmp_path: pathlib.Path) 
         writer.write(GREETING)
         for number in range(total):
             args = msgspec.Raw(msgspec.msgpack.encode((f"{number}" + "x" * 5000,)))
-            writer.write(encode_frame(encode_message(Request(number, "FarEnd", "hold", 30.0, args))))
+            writer.write(encode_frame(encode_message(RequestFrame(number, "FarEnd", "hold", 30.0, args))))
         await implementation.until_working(4)
         await asyncio.sleep(0.1)
         assert server.statistics().requests == 4
@@ -302,7 +302,7 @@ async def test_a_peer_that_does_not_read_is_disconnected(tmp_path: pathlib.Path)
         writer.write(GREETING)
         args = msgspec.Raw(msgspec.msgpack.encode((b"x" * 900_000,)))
         for number in range(12):
-            writer.write(encode_frame(encode_message(Request(number, "FarEnd", "echo", 30.0, args))))
+            writer.write(encode_frame(encode_message(RequestFrame(number, "FarEnd", "echo", 30.0, args))))
         await eventually(lambda: server.statistics().connections_total == 1 and not server.connections)
         writer.transport.abort()
         assert not reader.at_eof()
@@ -323,7 +323,7 @@ async def scripted_server(path: pathlib.Path, *frames: bytes) -> AsyncIterator[N
 
 
 def reply(number: int, value: object) -> bytes:
-    return encode_frame(encode_message(Reply(number, msgspec.Raw(msgspec.msgpack.encode(value)))))
+    return encode_frame(encode_message(ReplyFrame(number, msgspec.Raw(msgspec.msgpack.encode(value)))))
 
 
 async def test_late_and_foreign_replies_are_dropped(tmp_path: pathlib.Path) -> None:

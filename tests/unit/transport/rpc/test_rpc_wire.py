@@ -13,20 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.transport.rpc import wire
-from relax_rt.transport.rpc.address import AddressError, parse_address
 from relax_rt.transport.rpc.backoff import Backoff, BackoffPolicy
+from relax_rt.transport.rpc.channel import AddressError, parse_address
 from relax_rt.transport.rpc.errors import Corrupt, ProtocolError, Refused, RelaxError, RemoteError
 from relax_rt.transport.rpc.identity import Hello, Incarnation
 from relax_rt.transport.rpc.interface import methods_of
 from relax_rt.transport.rpc.wire import (
-    Cancel,
-    Fault,
+    CancelFrame,
+    FaultFrame,
     FrameDecoder,
-    GoAway,
+    GoAwayFrame,
     HelloFrame,
-    Reply,
-    Request,
-    Tell,
+    ReplyFrame,
+    RequestFrame,
+    TellFrame,
     encode_frame,
     error_of,
     fault_of,
@@ -37,14 +37,14 @@ raws = st.binary(max_size=300).map(lambda data: msgspec.Raw(msgspec.msgpack.enco
 text = st.text(max_size=20)
 durations = st.floats(0, 1e6)
 from_client = st.one_of(
-    st.builds(Request, numbers, text, text, durations, raws),
-    st.builds(Tell, text, text, durations, raws),
-    st.builds(Cancel, numbers),
+    st.builds(RequestFrame, numbers, text, text, durations, raws),
+    st.builds(TellFrame, text, text, durations, raws),
+    st.builds(CancelFrame, numbers),
 )
 from_server = st.one_of(
-    st.builds(Reply, numbers, raws),
-    st.builds(GoAway),
-    st.builds(Fault, numbers, st.lists(text, max_size=3).map(tuple), text, text, text, text, text, text, text),
+    st.builds(ReplyFrame, numbers, raws),
+    st.builds(GoAwayFrame),
+    st.builds(FaultFrame, numbers, st.lists(text, max_size=3).map(tuple), text, text, text, text, text, text, text),
 )
 
 
@@ -58,7 +58,9 @@ def test_messages_survive_any_cut_of_the_stream(messages: list[Any], data: st.Da
         out += decoder.feed(stream[start:end])
     assert decoder.pending_bytes == 0
     decoded = [
-        wire.decode_from_client(b) if isinstance(m, Request | Tell | Cancel) else wire.decode_from_server(b)
+        wire.decode_from_client(b)
+        if isinstance(m, RequestFrame | TellFrame | CancelFrame)
+        else wire.decode_from_server(b)
         for b, m in zip(out, messages, strict=True)
     ]
     assert [comparable(m) for m in decoded] == [comparable(m) for m in messages]

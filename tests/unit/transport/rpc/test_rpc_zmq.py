@@ -12,7 +12,7 @@ import zmq.asyncio
 from eventually import eventually
 from rpc_far_end import FarEnd, calling, hello, serving
 
-from relax_rt.transport.rpc.address import AddressError
+from relax_rt.transport.rpc.channel import AddressError
 from relax_rt.transport.rpc.errors import Refused, Unreachable
 from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server
 

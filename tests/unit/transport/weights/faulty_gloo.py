@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from relax_rt.transport.weights.broadcast.gloo import GlooCommunicator
-from relax_rt.transport.weights.broadcast.messages import Rendezvous
+from relax_rt.transport.weights.broadcast.backends import GlooCommunicator
+from relax_rt.transport.weights.broadcast.protocol import Rendezvous
 from relax_rt.transport.weights.memory import Memory, View
 
 

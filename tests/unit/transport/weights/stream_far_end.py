@@ -21,8 +21,7 @@ from relax_rt.transport.weights import stream
 from relax_rt.transport.weights.manifest import Layout, layout_of
 from relax_rt.transport.weights.source import StageSource
 from relax_rt.transport.weights.stage import WeightStage
-from relax_rt.transport.weights.stage_server import stage_server
-from relax_rt.transport.weights.stream import StageMirror
+from relax_rt.transport.weights.stream import StageMirror, stage_server
 
 KEYS = CurveKeys.make()
 MIB = 1 << 20
@@ -115,8 +114,9 @@ class Far:
 
 
 def environment() -> dict[str, str]:
-    """For child processes: the keys."""
-    return {**os.environ, "WEIGHT_KEYS": f"{KEYS.public.decode()} {KEYS.secret.decode()}"}
+    """For child processes: the keys, and where the kit of tests lies."""
+    paths = os.pathsep.join([str(pathlib.Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": paths, "WEIGHT_KEYS": f"{KEYS.public.decode()} {KEYS.secret.decode()}"}
 
 
 def reader(

@@ -15,9 +15,9 @@ import xxhash
 
 torch = pytest.importorskip("torch")
 
-from adapted import LAYOUT, fill_base, publish  # noqa: E402
+from adapter_versions import LAYOUT, fill_base, publish  # noqa: E402
 from stream_far_end import KEYS, Far, compared, mirror_of, serving  # noqa: E402
-from test_carriers import Context  # noqa: E402
+from weight_context import Context  # noqa: E402
 
 from relax_rt.cluster.nodes.links import Links  # noqa: E402
 from relax_rt.interfaces.role import RoleContext  # noqa: E402

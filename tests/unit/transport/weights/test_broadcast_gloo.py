@@ -15,9 +15,15 @@ import psutil
 import pytest
 
 from relax_rt.transport.rpc.errors import Corrupt, Refused
-from relax_rt.transport.weights.broadcast.communicator import BroadcastFailed, DuplicateDevice, PeerLost
 from relax_rt.transport.weights.broadcast.group import GLOO, BroadcastGroup, RankSpec, error_of
-from relax_rt.transport.weights.broadcast.machine import Limits, Lost, Outcome
+from relax_rt.transport.weights.broadcast.machine import BroadcastLimits
+from relax_rt.transport.weights.broadcast.protocol import (
+    BroadcastFailed,
+    BroadcastOutcome,
+    DuplicateDevice,
+    LostRank,
+    PeerLost,
+)
 from relax_rt.transport.weights.broadcast.rank import digest_of
 from relax_rt.transport.weights.memory import HostMemory, Memory, allocate, opened
 
@@ -26,7 +32,7 @@ BUCKET, BUCKETS = 64 << 10, 16
 NBYTES = BUCKET * BUCKETS
 START_S = 240.0
 """The first ranks wait for torch to be imported; those after it are forked."""
-TIGHT = Limits(hello_s=6.0, start_s=6.0, join_s=6.0, stall_s=4.0, abort_s=4.0)
+TIGHT = BroadcastLimits(hello_s=6.0, start_s=6.0, join_s=6.0, stall_s=4.0, abort_s=4.0)
 WORST_S = 2 * (TIGHT.hello_s + TIGHT.join_s + TIGHT.stall_s + TIGHT.abort_s)
 
 
@@ -45,7 +51,7 @@ class Ranks:
         self.collective = BroadcastGroup(
             [RankSpec(name) for name in NAMES],
             "faulty_gloo:FaultyGloo",
-            Limits(hello_s=START_S),
+            BroadcastLimits(hello_s=START_S),
             bucket_bytes=BUCKET,
             environment=environment,
         )
@@ -69,7 +75,7 @@ class Ranks:
     def order(self, where: str, what: str, *, again: bool = False, who: str = "b") -> None:
         (self.faults / who).write_text(f"{where} {what} {'always' if again else 'once'}")
 
-    async def send(self, names: tuple[str, ...] = NAMES, timeout_s: float = 30.0) -> tuple[Outcome, float]:
+    async def send(self, names: tuple[str, ...] = NAMES, timeout_s: float = 30.0) -> tuple[BroadcastOutcome, float]:
         """Broadcast new bytes; what came of it, in which time. Whoever has it has every byte."""
         digest, begin = self.fill(), time.monotonic()
         outcome = await self.collective.broadcast({n: self.memories[n] for n in names}, digest, timeout_s)
@@ -100,7 +106,7 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
     assert not left, f"left running: {left}"
 
 
-async def lost_at(ranks: Ranks, where: str, what: str, *, again: bool = False) -> Lost:
+async def lost_at(ranks: Ranks, where: str, what: str, *, again: bool = False) -> LostRank:
     """Rank b goes wrong there: it alone is lost, within the deadlines, and its process is gone."""
     ranks.order(where, what, again=again)
     outcome, seconds = await ranks.send()
@@ -249,6 +255,6 @@ async def test_ranks_end_with_an_owner_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_errors_carry_the_fate() -> None:
-    assert isinstance(error_of(Lost("b", "corrupt", "x")), Corrupt)
-    assert isinstance(error_of(Lost("b", "duplicate_device", "x")), DuplicateDevice)
+    assert isinstance(error_of(LostRank("b", "corrupt", "x")), Corrupt)
+    assert isinstance(error_of(LostRank("b", "duplicate_device", "x")), DuplicateDevice)
     assert GLOO.endswith(":GlooCommunicator")

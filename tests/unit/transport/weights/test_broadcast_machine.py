@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_rt.transport.weights.broadcast import machine as ev
-from relax_rt.transport.weights.broadcast import messages as msg
+from relax_rt.transport.weights.broadcast import protocol as msg
 from relax_rt.transport.weights.broadcast.machine import BroadcastMachine, RankReport
 
-LIMITS = ev.Limits(hello_s=3.0, start_s=3.0, join_s=4.0, stall_s=5.0, abort_s=2.0)
+LIMITS = ev.BroadcastLimits(hello_s=3.0, start_s=3.0, join_s=4.0, stall_s=5.0, abort_s=2.0)
 NAMES = ("root", "a", "b", "c")
 DIGEST, BUCKETS, TIMEOUT_S = "good", 8, 200.0
 DIGESTS = st.sampled_from([DIGEST, "bad"])
@@ -42,7 +42,7 @@ class World:
         self.stopped: set[Key] = set()
         self.hung: set[Key] = set()
         self.orders: dict[str, int] = {}
-        self.outcomes: list[ev.Outcome] = []
+        self.outcomes: list[msg.BroadcastOutcome] = []
         self.inits: list[tuple[int, Key]] = []
         self.events: list[ev.Event] = []
         self.joining: dict[int, set[Key]] = {}
@@ -51,7 +51,7 @@ class World:
         self.sending: dict[tuple[int, int], dict[Key, str]] = {}
 
     def ask(self, number: int, members: tuple[str, ...] = NAMES, timeout_s: float = TIMEOUT_S) -> None:
-        self.feed(ev.Request(number, members, BUCKETS, DIGEST, timeout_s))
+        self.feed(ev.RequestTransfer(number, members, BUCKETS, DIGEST, timeout_s))
 
     def feed(self, event: ev.Event) -> None:
         if isinstance(event, ev.RankExited):
@@ -74,18 +74,18 @@ class World:
             elif not self.events:
                 assert self.machine.deadline is not None, "nothing can happen any more, and there is no deadline"
                 self.now = self.machine.deadline
-                self.feed(ev.Tick())
+                self.feed(ev.ClockTick())
         raise AssertionError("no end of it")
 
     def do(self, action: ev.Action) -> None:
-        if isinstance(action, ev.Finish):
+        if isinstance(action, ev.FinishTransfer):
             self.outcomes.append(action.outcome)
             return
         key = (action.member, action.incarnation)
-        if isinstance(action, ev.Spawn):
+        if isinstance(action, ev.SpawnRank):
             assert key not in self.ended and key not in self.living
             self.living.add(key)
-        elif isinstance(action, ev.Kill):
+        elif isinstance(action, ev.KillRank):
             self.ended.add(key)
             self.living.discard(key)
             self.events = [e for e in self.events if getattr(e, "member", "") != action.member]
@@ -94,11 +94,11 @@ class World:
         assert key in self.living, "nothing is asked of the dead"
         self.obey(key, action)
 
-    def obey(self, key: Key, action: ev.Spawn | ev.Init | ev.Broadcast | ev.Abort) -> None:
+    def obey(self, key: Key, action: ev.SpawnRank | ev.InitRank | ev.StartBroadcast | ev.AbortRank) -> None:
         count = self.orders[key[0]] = self.orders.get(key[0], 0) + 1
         how, at = self.bent.get(key[0], ("", 0))
         how = how if count > at else ""
-        if isinstance(action, ev.Init):
+        if isinstance(action, ev.InitRank):
             self.inits.append((action.generation, key))
             self.worlds[action.generation] = action.world
         if how == "die":
@@ -107,17 +107,17 @@ class World:
         if how == "stop" or key in self.stopped:
             self.stopped.add(key)
             return
-        if isinstance(action, ev.Spawn):
-            self.events.append(RankReport(*key, msg.Hello(self.devices.get(key[0], ""))))
-        elif isinstance(action, ev.Abort):
+        if isinstance(action, ev.SpawnRank):
+            self.events.append(RankReport(*key, msg.RankHello(self.devices.get(key[0], ""))))
+        elif isinstance(action, ev.AbortRank):
             self.events.append(RankReport(*key, msg.AbortReceived(action.generation)))
             if key not in self.hung:
-                self.events.append(RankReport(*key, msg.Aborted(action.generation)))
+                self.events.append(RankReport(*key, msg.RankAborted(action.generation)))
         elif how == "hang":
             self.hung.add(key)
         elif how == "fail":
-            self.events.append(RankReport(*key, msg.Failed(action.generation, True, "no memory")))
-        elif isinstance(action, ev.Init):
+            self.events.append(RankReport(*key, msg.RankFailed(action.generation, True, "no memory")))
+        elif isinstance(action, ev.InitRank):
             self.join(key, action.generation)
         else:
             self.send(key, action, "bad" if how == "corrupt" else DIGEST)
@@ -127,17 +127,17 @@ class World:
         there = self.joining.setdefault(generation, set())
         there.add(key)
         if len(there) == self.worlds[generation]:
-            self.events += [RankReport(*k, msg.Joined(generation)) for k in there]
+            self.events += [RankReport(*k, msg.RankJoined(generation)) for k in there]
 
-    def send(self, key: Key, action: ev.Broadcast, digest: str) -> None:
+    def send(self, key: Key, action: ev.StartBroadcast, digest: str) -> None:
         """Nobody gets through before all are there."""
         there = self.sending.setdefault((action.generation, action.transfer), {})
         there[key] = digest
         if len(there) == self.worlds[action.generation]:
             self.corrupted |= {(action.transfer, one[0]) for one, has in there.items() if has != DIGEST}
             for one, has in there.items():
-                self.events.append(RankReport(*one, msg.Progress(action.generation, BUCKETS // 2)))
-                self.events.append(RankReport(*one, msg.Done(action.generation, action.transfer, has)))
+                self.events.append(RankReport(*one, msg.TransferProgress(action.generation, BUCKETS // 2)))
+                self.events.append(RankReport(*one, msg.TransferDone(action.generation, action.transfer, has)))
 
 
 HOW = st.sampled_from(["die", "stop", "hang", "fail", "corrupt"])
@@ -177,40 +177,40 @@ def test_no_order_of_events_leaves_it_without_a_deadline(data: st.DataObject) ->
         event: ev.Event
         if kind == 0:
             asked += 1
-            event = ev.Request(asked, NAMES[: data.draw(st.integers(1, 4))], BUCKETS, DIGEST, 30.0)
+            event = ev.RequestTransfer(asked, NAMES[: data.draw(st.integers(1, 4))], BUCKETS, DIGEST, 30.0)
         else:
             event = {
-                1: RankReport(*who, msg.Hello(data.draw(st.sampled_from(["", "x", "y"])))),
-                2: RankReport(*who, msg.Joined(generation)),
-                3: RankReport(*who, msg.Progress(generation, data.draw(st.integers(0, 9)))),
+                1: RankReport(*who, msg.RankHello(data.draw(st.sampled_from(["", "x", "y"])))),
+                2: RankReport(*who, msg.RankJoined(generation)),
+                3: RankReport(*who, msg.TransferProgress(generation, data.draw(st.integers(0, 9)))),
                 4: RankReport(
-                    *who, msg.Done(generation, data.draw(small), data.draw(st.sampled_from([DIGEST, "bad"])))
+                    *who, msg.TransferDone(generation, data.draw(small), data.draw(st.sampled_from([DIGEST, "bad"])))
                 ),
-                5: RankReport(*who, msg.Failed(generation, data.draw(st.booleans()), "?")),
+                5: RankReport(*who, msg.RankFailed(generation, data.draw(st.booleans()), "?")),
                 6: RankReport(*who, msg.AbortReceived(generation)),
-                7: RankReport(*who, msg.Aborted(generation)),
+                7: RankReport(*who, msg.RankAborted(generation)),
                 8: ev.RankExited(*who, "?"),
-                9: ev.Tick(),
-                10: ev.Cancel(data.draw(st.integers(0, asked))),
-                11: ev.Prestart(NAMES[: data.draw(st.integers(1, 4))]),
+                9: ev.ClockTick(),
+                10: ev.CancelTransfer(data.draw(st.integers(0, asked))),
+                11: ev.PrestartRanks(NAMES[: data.draw(st.integers(1, 4))]),
             }[kind]
         if isinstance(event, ev.RankExited):
             dead.add(who)
         for action in machine.step(event, now):
-            if isinstance(action, ev.Finish):
+            if isinstance(action, ev.FinishTransfer):
                 told += 1
                 continue
             key = (action.member, action.incarnation)
-            if isinstance(action, ev.Spawn):
+            if isinstance(action, ev.SpawnRank):
                 dead.discard(key)  # a word of a process that had not been started meant nothing
             assert key not in dead, f"{action} after its end"
-            if isinstance(action, ev.Kill):
+            if isinstance(action, ev.KillRank):
                 dead.add(key)
         assert (machine.deadline is None) == (told == asked)
         assert machine.deadline is None or machine.deadline > now
     while machine.deadline is not None:
         now = machine.deadline
-        told += sum(isinstance(action, ev.Finish) for action in machine.step(ev.Tick(), now))
+        told += sum(isinstance(action, ev.FinishTransfer) for action in machine.step(ev.ClockTick(), now))
     assert told == asked
 
 
@@ -271,21 +271,21 @@ def test_the_second_rank_on_a_device_is_refused_before_they_meet() -> None:
 def test_a_group_in_which_nobody_is_to_blame_is_given_up() -> None:
     """A network between ranks that all answer: no rank is left out for it, and nobody waits for ever."""
     machine = BroadcastMachine(LIMITS)
-    told: list[ev.Outcome] = []
+    told: list[msg.BroadcastOutcome] = []
     now = 0.0
-    pending: list[ev.Event] = [ev.Request(1, NAMES, BUCKETS, DIGEST, TIMEOUT_S)]
+    pending: list[ev.Event] = [ev.RequestTransfer(1, NAMES, BUCKETS, DIGEST, TIMEOUT_S)]
     for _ in range(1_000):
         if told:
             break
-        event = pending.pop(0) if pending else ev.Tick()
-        now = now if not isinstance(event, ev.Tick) else machine.deadline or now
+        event = pending.pop(0) if pending else ev.ClockTick()
+        now = now if not isinstance(event, ev.ClockTick) else machine.deadline or now
         for action in machine.step(event, now):
-            if isinstance(action, ev.Finish):
+            if isinstance(action, ev.FinishTransfer):
                 told.append(action.outcome)
-            elif isinstance(action, ev.Spawn):
-                pending.append(RankReport(action.member, action.incarnation, msg.Hello()))
-            elif isinstance(action, ev.Abort):
-                pending.append(RankReport(action.member, action.incarnation, msg.Aborted(action.generation)))
+            elif isinstance(action, ev.SpawnRank):
+                pending.append(RankReport(action.member, action.incarnation, msg.RankHello()))
+            elif isinstance(action, ev.AbortRank):
+                pending.append(RankReport(action.member, action.incarnation, msg.RankAborted(action.generation)))
     assert "every rank answers" in told[0].error and "did not meet" in told[0].error
     assert machine.generation == LIMITS.blameless + 1
 
@@ -304,16 +304,16 @@ def test_a_cancelled_transfer_ends_at_once_with_whoever_is_in_the_middle_of_it()
         world.ask(number)
     while world.machine.phase != "broadcasting":
         world.feed(world.events.pop(0))
-    world.feed(ev.Cancel(2))
+    world.feed(ev.CancelTransfer(2))
     assert [(o.transfer, o.error) for o in world.outcomes] == [(2, "it was cancelled")]
     busy = {name for name, member in world.machine.members.items() if member.state == "broadcasting"}
     assert "b" in busy
     world.bent.clear()
     world.stopped.clear()
-    world.feed(ev.Cancel(1))
+    world.feed(ev.CancelTransfer(1))
     assert [o.transfer for o in world.outcomes] == [2, 1] and not world.outcomes[1].delivered
     assert {(name, 1) for name in busy} <= world.ended, "what writes into the memory is ended"
-    world.feed(ev.Cancel(1))
+    world.feed(ev.CancelTransfer(1))
     world.run(3)
     assert set(world.outcomes[2].delivered) == {"a", "b", "c"}, "the one behind it is served"
 
@@ -322,7 +322,7 @@ def test_closing_ends_everything() -> None:
     world = World()
     world.ask(1)
     world.ask(2)
-    world.feed(ev.Close())
+    world.feed(ev.CloseGroup())
     assert [o.transfer for o in world.outcomes] == [1, 2] and all("closed" in o.error for o in world.outcomes)
     assert not world.living
     world.ask(3)
@@ -332,71 +332,73 @@ def test_closing_ends_everything() -> None:
 def test_a_process_that_is_slow_to_start_costs_transfers_and_is_there_for_a_later_one() -> None:
     """Begun anew for each transfer it would never be there, on a machine where a start takes longer than one has."""
     machine = BroadcastMachine(msgspec.structs.replace(LIMITS, start_s=60.0))
-    machine.step(ev.Request(1, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 0.0)
-    machine.step(RankReport("root", 1, msg.Hello()), 0.1)
-    (report,) = machine.step(ev.Tick(), LIMITS.hello_s)
-    assert isinstance(report, ev.Finish)
+    machine.step(ev.RequestTransfer(1, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 0.0)
+    machine.step(RankReport("root", 1, msg.RankHello()), 0.1)
+    (report,) = machine.step(ev.ClockTick(), LIMITS.hello_s)
+    assert isinstance(report, ev.FinishTransfer)
     assert [(lost.member, lost.fate) for lost in report.outcome.lost] == [("a", "absent")]
     assert machine.present == {"root"}
-    assert machine.step(RankReport("a", 1, msg.Hello()), 10.0) == [] and machine.present == {"root", "a"}
-    begun = machine.step(ev.Request(2, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 11.0)
-    assert {type(action) for action in begun} == {ev.Init}, "nobody had to be started"
+    assert machine.step(RankReport("a", 1, msg.RankHello()), 10.0) == [] and machine.present == {"root", "a"}
+    begun = machine.step(ev.RequestTransfer(2, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 11.0)
+    assert {type(action) for action in begun} == {ev.InitRank}, "nobody had to be started"
 
 
 def test_processes_are_started_ahead_and_given_up_once_they_never_come() -> None:
     machine = BroadcastMachine(msgspec.structs.replace(LIMITS, start_s=60.0))
-    assert machine.step(ev.Prestart(("root", "a")), 0.0) == [ev.Spawn("root", 1), ev.Spawn("a", 1)]
+    assert machine.step(ev.PrestartRanks(("root", "a")), 0.0) == [ev.SpawnRank("root", 1), ev.SpawnRank("a", 1)]
     assert machine.deadline is None and machine.present == frozenset()
-    machine.step(RankReport("root", 1, msg.Hello()), 1.0)
-    assert machine.step(ev.Prestart(("root", "a")), 59.0) == []
-    again = machine.step(ev.Prestart(("root", "a")), 60.0)
-    assert [type(action) for action in again] == [ev.Kill, ev.Spawn] and again[1] == ev.Spawn("a", 2)
-    machine.step(RankReport("a", 2, msg.Hello()), 61.0)
+    machine.step(RankReport("root", 1, msg.RankHello()), 1.0)
+    assert machine.step(ev.PrestartRanks(("root", "a")), 59.0) == []
+    again = machine.step(ev.PrestartRanks(("root", "a")), 60.0)
+    assert [type(action) for action in again] == [ev.KillRank, ev.SpawnRank] and again[1] == ev.SpawnRank("a", 2)
+    machine.step(RankReport("a", 2, msg.RankHello()), 61.0)
     assert machine.present == {"root", "a"}
     machine.step(ev.RankExited("a", 2, "struck"), 62.0)
     assert machine.present == {"root"}
-    machine.step(ev.Close(), 63.0)
-    assert machine.step(ev.Prestart(("a",)), 64.0) == []
+    machine.step(ev.CloseGroup(), 63.0)
+    assert machine.step(ev.PrestartRanks(("a",)), 64.0) == []
 
 
 def test_a_start_outlives_the_transfer_that_it_was_late_for() -> None:
     machine = BroadcastMachine(msgspec.structs.replace(LIMITS, start_s=60.0))
-    machine.step(ev.Request(1, ("root", "a"), BUCKETS, DIGEST, 2.0), 0.0)
-    (report,) = machine.step(ev.Tick(), 2.0)
-    assert isinstance(report, ev.Finish) and "not over within 2 s" in report.outcome.error
-    machine.step(RankReport("root", 1, msg.Hello()), 5.0), machine.step(RankReport("a", 1, msg.Hello()), 6.0)
+    machine.step(ev.RequestTransfer(1, ("root", "a"), BUCKETS, DIGEST, 2.0), 0.0)
+    (report,) = machine.step(ev.ClockTick(), 2.0)
+    assert isinstance(report, ev.FinishTransfer) and "not over within 2 s" in report.outcome.error
+    machine.step(RankReport("root", 1, msg.RankHello()), 5.0), machine.step(RankReport("a", 1, msg.RankHello()), 6.0)
     assert machine.present == {"root", "a"}
 
 
 def test_words_of_an_earlier_incarnation_mean_nothing() -> None:
     machine = BroadcastMachine(LIMITS)
-    machine.step(ev.Request(1, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 0.0)
-    machine.step(RankReport("root", 1, msg.Hello()), 0.1)
-    machine.step(ev.Tick(), LIMITS.hello_s)
+    machine.step(ev.RequestTransfer(1, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 0.0)
+    machine.step(RankReport("root", 1, msg.RankHello()), 0.1)
+    machine.step(ev.ClockTick(), LIMITS.hello_s)
     assert machine.members["a"].state == "dead", "it never said hello"
-    spawned = machine.step(ev.Request(2, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 5.0)
-    assert spawned == [ev.Spawn("a", 2)]
+    spawned = machine.step(ev.RequestTransfer(2, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 5.0)
+    assert spawned == [ev.SpawnRank("a", 2)]
     for late in (
         ev.RankExited("a", 1, "killed"),
-        RankReport("a", 1, msg.Hello("?")),
-        RankReport("a", 1, msg.Failed(0, True, "?")),
+        RankReport("a", 1, msg.RankHello("?")),
+        RankReport("a", 1, msg.RankFailed(0, True, "?")),
     ):
         assert machine.step(late, 5.1) == []
         assert machine.members["a"].state == "starting"
-    assert {type(action) for action in machine.step(RankReport("a", 2, msg.Hello()), 5.2)} == {ev.Init}
+    assert {type(action) for action in machine.step(RankReport("a", 2, msg.RankHello()), 5.2)} == {ev.InitRank}
 
 
 def test_a_member_whose_processes_end_before_their_first_word_is_given_up_and_the_others_go_on() -> None:
     machine = BroadcastMachine(LIMITS)
     for turn in range(1, LIMITS.starts + 1):
-        assert machine.step(ev.Prestart(("a",)), turn) == [ev.Spawn("a", turn)] and not machine.given_up
-        machine.step(RankReport("a", turn, msg.Failed(0, True, "no such library")), turn)
+        assert machine.step(ev.PrestartRanks(("a",)), turn) == [ev.SpawnRank("a", turn)] and not machine.given_up
+        machine.step(RankReport("a", turn, msg.RankFailed(0, True, "no such library")), turn)
         machine.step(ev.RankExited("a", turn, "exit code 1"), turn)
     assert machine.given_up == {"a": "no such library"}
-    assert machine.step(ev.Prestart(("a",)), 50) == []
-    assert machine.step(ev.Request(1, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 51) == [ev.Spawn("root", 1)]
-    actions = machine.step(RankReport("root", 1, msg.Hello()), 51.5)
-    outcome = next(action.outcome for action in actions if isinstance(action, ev.Finish))
+    assert machine.step(ev.PrestartRanks(("a",)), 50) == []
+    assert machine.step(ev.RequestTransfer(1, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 51) == [
+        ev.SpawnRank("root", 1)
+    ]
+    actions = machine.step(RankReport("root", 1, msg.RankHello()), 51.5)
+    outcome = next(action.outcome for action in actions if isinstance(action, ev.FinishTransfer))
     assert not outcome.error and [(one.member, one.fate) for one in outcome.lost] == [("a", "absent")]
     assert "no such library" in outcome.lost[0].why
 
@@ -404,8 +406,8 @@ def test_a_member_whose_processes_end_before_their_first_word_is_given_up_and_th
 def test_one_that_has_come_up_once_is_started_as_often_as_it_ends() -> None:
     machine = BroadcastMachine(LIMITS)
     for turn in range(1, 3 * LIMITS.starts):
-        assert machine.step(ev.Prestart(("a",)), turn) == [ev.Spawn("a", turn)]
-        machine.step(RankReport("a", turn, msg.Hello()), turn)
+        assert machine.step(ev.PrestartRanks(("a",)), turn) == [ev.SpawnRank("a", turn)]
+        machine.step(RankReport("a", turn, msg.RankHello()), turn)
         machine.step(ev.RankExited("a", turn, "SIGKILL"), turn)
     assert not machine.given_up
 
@@ -414,11 +416,11 @@ def test_a_rank_that_is_given_up_while_the_others_gather_is_not_waited_for() -> 
     """Its last start was in vain as somebody else asked for it: the transfer goes on without it."""
     machine, limits = BroadcastMachine(LIMITS), LIMITS
     for turn in range(1, limits.starts):
-        machine.step(ev.Prestart(("a",)), float(turn))
+        machine.step(ev.PrestartRanks(("a",)), float(turn))
         machine.step(ev.RankExited("a", turn, "no memory"), float(turn))
-    machine.step(ev.Request(1, ("root", "a"), BUCKETS, DIGEST, 30.0), 10.0)
-    machine.step(RankReport("root", 1, msg.Hello("")), 11.0)
-    kill, report = machine.step(ev.Prestart(("a",)), 10.0 + limits.start_s)
-    assert isinstance(kill, ev.Kill) and (kill.member, kill.incarnation) == ("a", limits.starts)
-    assert isinstance(report, ev.Finish) and [entry.fate for entry in report.outcome.lost] == ["absent"]
+    machine.step(ev.RequestTransfer(1, ("root", "a"), BUCKETS, DIGEST, 30.0), 10.0)
+    machine.step(RankReport("root", 1, msg.RankHello("")), 11.0)
+    kill, report = machine.step(ev.PrestartRanks(("a",)), 10.0 + limits.start_s)
+    assert isinstance(kill, ev.KillRank) and (kill.member, kill.incarnation) == ("a", limits.starts)
+    assert isinstance(report, ev.FinishTransfer) and [entry.fate for entry in report.outcome.lost] == ["absent"]
     assert machine.phase == "idle" and machine.members["root"].state == "idle"

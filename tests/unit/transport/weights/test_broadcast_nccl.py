@@ -16,10 +16,9 @@ pytest.importorskip("torch")
 
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.weights import device
-from relax_rt.transport.weights.broadcast import rendezvous as meeting
-from relax_rt.transport.weights.broadcast.communicator import DuplicateDevice, PeerLost
-from relax_rt.transport.weights.broadcast.messages import Rendezvous
-from relax_rt.transport.weights.broadcast.nccl import NcclCommunicator, NcclFailed
+from relax_rt.transport.weights.broadcast import backends as meeting
+from relax_rt.transport.weights.broadcast.backends import NcclCommunicator, NcclFailed
+from relax_rt.transport.weights.broadcast.protocol import DuplicateDevice, PeerLost, Rendezvous
 from relax_rt.transport.weights.device import DeviceView
 
 IN_PROGRESS, SYSTEM_ERROR, INVALID_USAGE = 7, 2, 5

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from relax_rt.transport.weights.broadcast.messages import Failed, Report
 from relax_rt.transport.weights.broadcast.processes import Key, RankProcesses
+from relax_rt.transport.weights.broadcast.protocol import RankFailed, Report
 
-NOT_THERE = "relax_rt.transport.weights.broadcast.gloo:NotThere"
+NOT_THERE = "relax_rt.transport.weights.broadcast.backends:NotThere"
 DEADLINE_S = 120.0
 
 
@@ -20,7 +20,7 @@ async def test_a_rank_that_fails_before_its_fork_was_told_costs_no_other(monkeyp
     news = asyncio.Event()
 
     def said(key: Key, what: Report) -> None:
-        if isinstance(what, Failed):
+        if isinstance(what, RankFailed):
             failed[key] = what.error
             ranks.kill(key)
         news.set()

@@ -14,7 +14,12 @@ from weight_versions import LAYOUT, fill, version_of
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone, OutOfSpace
-from relax_rt.transport.weights.broadcast.receivers import Receiver, Receivers, Reserved, read_record
+from relax_rt.transport.weights.broadcast.receivers import (
+    BroadcastReceiver,
+    BroadcastReceivers,
+    ReservedReceivers,
+    read_record,
+)
 from relax_rt.transport.weights.broadcast.source import BroadcastSource, HostReceiveBuffer
 from relax_rt.transport.weights.manifest import Manifest, layout_of
 from relax_rt.transport.weights.memory import HostMemory
@@ -22,18 +27,18 @@ from relax_rt.transport.weights.memory import HostMemory
 NBYTES = LAYOUT.nbytes
 
 
-def receiver(folder: Path, slot: str = "rollout/0", epoch: int = 1, *, offered: bool = True) -> Receiver:
-    one = Receiver(folder, slot, epoch, HostReceiveBuffer)
+def receiver(folder: Path, slot: str = "rollout/0", epoch: int = 1, *, offered: bool = True) -> BroadcastReceiver:
+    one = BroadcastReceiver(folder, slot, epoch, HostReceiveBuffer)
     if offered:
         one.register(NBYTES)
     return one
 
 
-def take(folder: Path, record: VersionRecord, timeout_s: float = 5.0) -> Reserved | None:
-    return Receivers(folder).reserve(record.version, record.digest, NBYTES, timeout_s)
+def take(folder: Path, record: VersionRecord, timeout_s: float = 5.0) -> ReservedReceivers | None:
+    return BroadcastReceivers(folder).reserve(record.version, record.digest, NBYTES, timeout_s)
 
 
-def write(taken: Reserved, slot: str, data: bytes | bytearray) -> None:
+def write(taken: ReservedReceivers, slot: str, data: bytes | bytearray) -> None:
     """As a rank does."""
     memory = taken.receivers[slot].memory
     assert isinstance(memory, HostMemory)
@@ -82,7 +87,7 @@ class Looked:
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.memory = HostReceiveBuffer(path, nbytes).memory
-        self.taken: list[Reserved | None] = []
+        self.taken: list[ReservedReceivers | None] = []
 
     def copy_into(self, manifest: Manifest, into: memoryview) -> None:
         self.taken.append(take(Path(self.memory.path).parent, VersionRecord(9, 7, 9, "d")))  # type: ignore[union-attr]
@@ -91,7 +96,7 @@ class Looked:
 def test_memory_that_is_read_is_not_written(tmp_path: Path) -> None:
     _, manifest = version_of(fill(LAYOUT))
     places: list[Looked] = []
-    one = Receiver(tmp_path, "rollout/0", 1, lambda path, n: places.append(Looked(path, n)) or places[-1])  # type: ignore[func-returns-value]
+    one = BroadcastReceiver(tmp_path, "rollout/0", 1, lambda path, n: places.append(Looked(path, n)) or places[-1])  # type: ignore[func-returns-value]
     one.register(NBYTES)
     one.copy_into(manifest, memoryview(bytearray(NBYTES)))
     assert places[0].taken == [None]
@@ -112,12 +117,12 @@ import sys
 from pathlib import Path
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.weights.broadcast.source import HostReceiveBuffer
-from relax_rt.transport.weights.broadcast.receivers import Receivers, Receiver
+from relax_rt.transport.weights.broadcast.receivers import BroadcastReceiver, BroadcastReceivers
 folder, what = Path(sys.argv[1]), sys.argv[2]
 if what == "offer":
-    Receiver(folder, "rollout/1", 3, HostReceiveBuffer).register(int(sys.argv[3]))
+    BroadcastReceiver(folder, "rollout/1", 3, HostReceiveBuffer).register(int(sys.argv[3]))
 else:
-    assert Receivers(folder).reserve(7, sys.argv[4], int(sys.argv[3]), 60.0)
+    assert BroadcastReceivers(folder).reserve(7, sys.argv[4], int(sys.argv[3]), 60.0)
 """
 
 
@@ -159,14 +164,14 @@ def test_a_successor_has_memory_of_its_own_and_another_size_is_left_alone(tmp_pa
     taken.finish({})
     assert not successor.wait(record), "it was brought to its predecessor"
     assert [path.name for path in tmp_path.glob("*.receiver")] == ["rollout~0-00000002.receiver"]
-    assert Receivers(tmp_path).reserve(8, "d", NBYTES + 1, 5.0) is None
+    assert BroadcastReceivers(tmp_path).reserve(8, "d", NBYTES + 1, 5.0) is None
     successor.register(NBYTES + 1)
-    larger = Receivers(tmp_path).reserve(9, "d", NBYTES + 1, 5.0)
+    larger = BroadcastReceivers(tmp_path).reserve(9, "d", NBYTES + 1, 5.0)
     assert larger is not None
     larger.finish({})
     successor.close()
     assert not list(tmp_path.glob("rollout*"))
-    Receivers(tmp_path).retire(9)
+    BroadcastReceivers(tmp_path).retire(9)
     assert [path.name for path in tmp_path.iterdir()] == ["b00000009.broadcast"]
 
 
@@ -176,11 +181,11 @@ def test_what_cannot_be_read_or_made_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / f"b{record.version:08d}.broadcast").write_bytes(b"")
     assert read_record(tmp_path, record) is None
     assert take(tmp_path, record) is None
-    full = Receiver(tmp_path, "rollout/0", 1, HostReceiveBuffer)
+    full = BroadcastReceiver(tmp_path, "rollout/0", 1, HostReceiveBuffer)
     with pytest.raises(OutOfSpace):
         full.register(1 << 60)
     assert take(tmp_path, record) is None and not full.wait(record)
-    assert Receivers(tmp_path / "none").reserve(1, "d", 1, 1.0) is None
+    assert BroadcastReceivers(tmp_path / "none").reserve(1, "d", 1, 1.0) is None
 
 
 def narrow_version() -> tuple[bytearray, bytes, VersionRecord, Manifest]:
@@ -201,7 +206,7 @@ def test_a_version_in_fewer_bits_arrives_as_what_was_committed(tmp_path: Path) -
     assert len(sent) < manifest.layout.nbytes / 3
     one = receiver(tmp_path, offered=False)
     one.register(manifest.sent_bytes)
-    taken = Receivers(tmp_path).reserve(record.version, record.digest, len(sent), 5.0)
+    taken = BroadcastReceivers(tmp_path).reserve(record.version, record.digest, len(sent), 5.0)
     assert taken is not None
     write(taken, "rollout/0", sent)
     taken.finish({})

@@ -15,7 +15,7 @@ from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone, Refused
 from relax_rt.transport.weights.broadcast.group import GLOO, BroadcastGroup, RankSpec, _serve_store
-from relax_rt.transport.weights.broadcast.machine import Limits
+from relax_rt.transport.weights.broadcast.machine import BroadcastLimits
 from relax_rt.transport.weights.broadcast.source import HostReceiveBuffer, broadcast_version, host_send_buffer
 from relax_rt.transport.weights.cuda_ipc import CudaIpcSource, Export, read_export
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Manifest, layout_of, total_digest
@@ -35,7 +35,7 @@ async def test_a_staged_version_is_whole_at_every_receiver(tmp_path: Path) -> No
         manifest = stage.seal(1, layout, file, view)
     places = {name: HostReceiveBuffer(tmp_path / name, layout.nbytes) for name in ("a", "b")}
     receivers = {name: place.memory for name, place in places.items()}
-    group = BroadcastGroup([RankSpec(n) for n in ("trainer", "a", "b")], GLOO, Limits(hello_s=60.0))
+    group = BroadcastGroup([RankSpec(n) for n in ("trainer", "a", "b")], GLOO, BroadcastLimits(hello_s=60.0))
     async with group:
         outcome = await broadcast_version(group, "trainer", stage.folder, manifest, receivers, 90.0)
     assert sorted(outcome.delivered) == ["a", "b"] and not outcome.lost

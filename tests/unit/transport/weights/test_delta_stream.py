@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from stream_far_end import KEYS, Far, compared, mirror_of, serving
-from test_carriers import Context
+from weight_context import Context
 from weight_versions import fill
 
 from relax_rt.cluster.nodes.links import Links
@@ -22,14 +22,13 @@ from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.rollout.engines.weight_sources import source_for
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone
-from relax_rt.transport.weights import stage_server as served_module
 from relax_rt.transport.weights import stream
+from relax_rt.transport.weights import stream as served_module
 from relax_rt.transport.weights.delta import apply
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, MAX_DELTAS, layout_of
 from relax_rt.transport.weights.source import StageSource
 from relax_rt.transport.weights.stage import WeightStage, delta_file, read_manifest
-from relax_rt.transport.weights.stage_server import StagedVersions, delta_name
-from relax_rt.transport.weights.stream import StageMirror
+from relax_rt.transport.weights.stream import StagedVersions, StageMirror, delta_name
 
 ELEMENTS = 400_000
 LAYOUT = layout_of([("w", "bfloat16", (ELEMENTS,), 2 * ELEMENTS), ("norm", "bfloat16", (50,), 100)])

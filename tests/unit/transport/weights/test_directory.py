@@ -200,7 +200,7 @@ def test_a_full_disk_is_told_and_the_version_before_stays(tmp_path: Path) -> Non
     command = ["unshare", "--mount", "sh", "-c", mount]
     if os.geteuid() != 0 or subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no file system of its own can be made here")
-    here = [str(Path(__file__).parent)]
+    here = [str(Path(__file__).parents[3])]
     done = subprocess.run(
         [*command, sys.executable, "-c", FULL, str(tmp_path), *here], capture_output=True, text=True, timeout=300
     )

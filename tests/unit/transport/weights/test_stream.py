@@ -27,17 +27,20 @@ from relax_rt.transport.memory.payload_wire import GetRanges, Range
 from relax_rt.transport.rpc.errors import Corrupt, DeadlineExceeded, Gone, ProtocolError, Unreachable
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout, check_manifest, layout_of
 from relax_rt.transport.weights.stage import WeightStage, wire_file
-from relax_rt.transport.weights.stage_server import (
+from relax_rt.transport.weights.stream import (
     IDLE_S,
+    LOCK_FILE,
     MANIFEST_HEAD,
     MANIFEST_MAGIC,
     MAX_PINNED,
     StagedVersions,
+    StageMirror,
+    decode_manifest,
+    manifest_bytes,
     manifest_name,
     stage_server,
     weights_name,
 )
-from relax_rt.transport.weights.stream import LOCK_FILE, StageMirror, decode_manifest, manifest_bytes
 
 LAYOUT = layout_of_mib(28)
 BUCKETS = -(-LAYOUT.nbytes // BUCKET_BYTES)

@@ -55,7 +55,7 @@ class Closed(Around):
 async def test_an_agent_leaves_only_when_nothing_is_left(tmp_path: Path, left: list[int]) -> None:
     agent: Any = object.__new__(NodeAgent)
     waited, closed = Awaited(left), Closed(left)
-    agent._keeper = agent._events = follower = closed
+    agent._events = follower = closed
     agent._local = agent._client = agent._head = server = waited
     agent._session = SimpleNamespace(nothing_to_report=True)
     agent.paths, agent.membership, agent._log = RunPaths("none", tmp_path), MEMBERSHIP, structlog.get_logger()
@@ -107,7 +107,7 @@ async def test_work_of_an_agent_that_fails_ends_its_part(name: str) -> None:
     agent: Any = object.__new__(NodeAgent)
     told = Around([])
     agent._events, agent.membership, agent._log = told, MEMBERSHIP, structlog.get_logger()
-    agent._living, agent._local = {"a/0"}, SimpleNamespace(kill=lambda slot, kind, reason: told.calls.append(slot))
+    agent._living, agent._local = {"a/0"}, SimpleNamespace(carry_out=lambda order: told.calls.append(order.slot))
     agent._over = asyncio.get_running_loop().create_future()
 
     async def fails() -> None:

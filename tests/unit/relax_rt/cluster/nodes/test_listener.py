@@ -22,17 +22,14 @@ from relax_rt.cluster.nodes.api import (
     Orders,
     RendezvousBound,
     SlotAddress,
-    StartSlot,
-    StopSlot,
-    encode_event,
 )
-from relax_rt.cluster.nodes.fleet import Fleet, NodeListener
+from relax_rt.cluster.nodes.fleet import NodeFleet, NodeListener
 from relax_rt.cluster.nodes.join_key import FILE, curve_keys, make_key, read_key
 from relax_rt.config.schema import NodesTable, RunConfig, SupervisionTable
-from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.supervision.executor import GangRendezvous, StartOrder
 from relax_rt.supervision.placement import Node
-from relax_rt.supervision.protocol import DrainRequested, Event, NodeJoined, NodeLost, SlotExited, SlotSpawned
+from relax_rt.supervision.protocol import DrainRequested, Event, NodeJoined, NodeLost, SlotExited, SlotSpawned, Stop
 from relax_rt.supervision.rundir import RunPaths
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
@@ -55,7 +52,7 @@ class Head:
         self.events: list[tuple[str, dict[str, Any]]] = []
         table = NodesTable(listen="127.0.0.1:0", lease_s=LEASE_S)
         config = RunConfig.model_construct(supervision=SupervisionTable(nodes=table))
-        self.fleet = Fleet(config, self.paths)
+        self.fleet = NodeFleet(config, self.paths)
         self.fleet.attach(None, self, self.emit)  # type: ignore[arg-type]
         assert self.fleet.table is not None
         self.listener = NodeListener(self.fleet, self.fleet.table, config="{}", system=["registry"], keys=self.keys)
@@ -120,10 +117,10 @@ async def test_a_node_joins_takes_orders_and_reports(tmp_path: Path) -> None:
         assert executor is not None and head.fleet.executor("c") is None
         waiting = asyncio.create_task(api.orders(membership, 0, 1, 4.0))
         await asyncio.sleep(0.05)
-        executor.start(StartOrder(slot="x/0", epoch=7, node="b"))
+        executor.carry_out(StartOrder(slot="x/0", epoch=7, node="b"))
         answer = await waiting
-        assert answer.items == [StartSlot(StartOrder(slot="x/0", epoch=7, node="b"))]
-        events = [encode_event(SlotSpawned("x/0", 7, 99, "b")), SlotAddress("x/0", "unix:///x", "tcp://10.0.0.2:5")]
+        assert answer.items == [StartOrder(slot="x/0", epoch=7, node="b")]
+        events = [SlotSpawned("x/0", 7, 99, "b"), SlotAddress("x/0", "unix:///x", "tcp://10.0.0.2:5")]
         assert await api.report(membership, 1, events) == 2
         assert await api.report(membership, 1, events) == 2
         assert head.heard == [SlotSpawned("x/0", 7, 99, "b")] and head.addresses == {"x/0": "tcp://10.0.0.2:5"}
@@ -132,9 +129,7 @@ async def test_a_node_joins_takes_orders_and_reports(tmp_path: Path) -> None:
         await api.report(membership, 3, [RendezvousBound("x/0", 2, "10.0.0.2", 4711)])
         assert await meeting == GangRendezvous("10.0.0.2", 4711)
         # Of slots that were not started there nothing is believed.
-        await api.report(
-            membership, 4, [encode_event(SlotSpawned("y/0", 1, 1, "b")), encode_event(SlotSpawned("x/0", 6, 1, "b"))]
-        )
+        await api.report(membership, 4, [SlotSpawned("y/0", 1, 1, "b"), SlotSpawned("x/0", 6, 1, "b")])
         assert len(head.heard) == 1
 
 
@@ -144,7 +139,7 @@ async def test_a_silent_node_is_lost_fenced_and_told_so(tmp_path: Path) -> None:
         await api.orders(membership, 0, 1, 0.0)
         executor = head.fleet.executor("b")
         assert executor is not None
-        executor.start(StartOrder(slot="x/0", epoch=7, node="b"))
+        executor.carry_out(StartOrder(slot="x/0", epoch=7, node="b"))
         await soon(lambda: head.ended)
         assert head.ended == [("x/0", 7)]
         assert isinstance(head.posted[-1], NodeLost) and not head.posted[-1].keep
@@ -152,7 +147,7 @@ async def test_a_silent_node_is_lost_fenced_and_told_so(tmp_path: Path) -> None:
         clean = Diagnosis(slot="x/0", epoch=7, kind="clean", cause="finished")
         calls: list[Callable[[], Awaitable[object]]] = [
             lambda: api.orders(membership, 0, 1, 0.0),
-            lambda: api.report(membership, 1, [encode_event(SlotExited("x/0", clean))]),
+            lambda: api.report(membership, 1, [SlotExited("x/0", clean)]),
         ]
         for call in calls:
             with pytest.raises(StaleEpoch, match="declared lost, or left: silent"):
@@ -167,14 +162,14 @@ async def test_a_node_that_wants_to_leave_may_go_when_nothing_runs_there(tmp_pat
         membership = (await joined(api)).membership
         executor = head.fleet.executor("b")
         assert executor is not None
-        executor.start(StartOrder(slot="x/0", epoch=7, node="b"))
+        executor.carry_out(StartOrder(slot="x/0", epoch=7, node="b"))
         await api.report(membership, 1, [LeaveRequested("SIGTERM")])
         assert head.posted[-1] == DrainRequested("b")
-        executor.stop("x/0")
+        executor.carry_out(Stop("x/0"))
         clean = Diagnosis(slot="x/0", epoch=7, kind="clean", cause="finished")
-        await api.report(membership, 2, [encode_event(SlotExited("x/0", clean))])
+        await api.report(membership, 2, [SlotExited("x/0", clean)])
         orders: Orders = await api.orders(membership, 0, 1, 4.0)
-        assert orders.items[1] == StopSlot("x/0") and isinstance(orders.items[2], EndNode)
+        assert orders.items[1] == Stop("x/0") and isinstance(orders.items[2], EndNode)
         await api.leave(membership, "done")
         assert isinstance(head.posted[-1], NodeLost) and head.ended == []
 

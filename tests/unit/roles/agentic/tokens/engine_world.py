@@ -93,7 +93,7 @@ class Gated(EmbeddedEngine):
         super().__init__(folder, dtype="float32", max_sequences=8, threads=1, routing=routing)
         self.left: int | None = None
         self.asked: dict[int, GroupRequest] = {}
-        whole = self._decoder.turn
+        whole = self._decoder.step
 
         def turn() -> list[Chunk]:
             if self.left == 0:
@@ -103,7 +103,7 @@ class Gated(EmbeddedEngine):
                 self.left -= 1
             return whole()
 
-        self._decoder.turn = turn  # type: ignore[method-assign]
+        self._decoder.step = turn  # type: ignore[method-assign]
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         super().submit(requests)

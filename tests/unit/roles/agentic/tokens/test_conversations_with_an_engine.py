@@ -33,8 +33,11 @@ from relax_rt.roles.agentic.loading import Factory  # noqa: E402
 from relax_rt.roles.agentic.samples import make_sample  # noqa: E402
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger  # noqa: E402
 from relax_rt.roles.base.sample import Sample, SampleMeta  # noqa: E402
-from relax_rt.roles.training.batch.collate import MicroBatch, collate  # noqa: E402
-from relax_rt.roles.training.batch.logprobs import token_logprobs  # noqa: E402
+from relax_rt.roles.training.batch.collate import (  # noqa: E402
+    MicroBatch,
+    collate,
+    token_logprobs,
+)
 from relax_rt.roles.training.batch.rows import shared_rows  # noqa: E402
 from relax_rt.transport.queue.ledger.messages import Ticket  # noqa: E402
 

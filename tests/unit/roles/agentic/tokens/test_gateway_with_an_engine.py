@@ -27,7 +27,7 @@ from relax_rt.roles.agentic import Task  # noqa: E402
 from relax_rt.roles.agentic.episode import PlayedEpisode  # noqa: E402
 from relax_rt.roles.agentic.samples import make_sample  # noqa: E402
 from relax_rt.roles.base.sample import Sample  # noqa: E402
-from relax_rt.roles.gateway.api import Closed  # noqa: E402
+from relax_rt.roles.gateway.api import ClosedSession  # noqa: E402
 from relax_rt.roles.gateway.service import AnswerPolicy  # noqa: E402
 from relax_rt.transport.queue.ledger.messages import Ticket  # noqa: E402
 
@@ -42,7 +42,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     made.close()
 
 
-async def episode(world: World) -> Closed:
+async def episode(world: World) -> ClosedSession:
     """Three turns, the second cut before a stop string, the third streamed; then another answer to the second."""
     async with running(lambda prompt, wanted: "", terms=TERMS) as gateway:
         gateway.gateway.service._tokens = world  # type: ignore[assignment]
@@ -66,11 +66,11 @@ async def episode(world: World) -> Closed:
             messages.pop()
             await say("go on")
         found = gateway.sessions.close("episode-1")
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Closed)
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=ClosedSession)
 
 
-def sample_of(closed: Closed, world: World) -> Sample:
-    names = [said.id for said in closed.said]
+def sample_of(closed: ClosedSession, world: World) -> Sample:
+    names = [said.id for said in closed.answers]
     played = PlayedEpisode(
         episode=closed.episode, rewards=dict.fromkeys(names, 0.5), states={}, truncated="", turns=4, cut=0, info={}
     )

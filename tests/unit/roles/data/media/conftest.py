@@ -18,6 +18,6 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its folder."""
     pytest.importorskip("torch")
     pytest.importorskip("PIL")
-    from tiny_sight import build_seeing_model
+    from tiny_vision import build_seeing_model
 
     return build_seeing_model(tmp_path_factory.mktemp("seeing"))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from relax_rt.roles.rollout.engines.base import Assembly, Chunk, GroupRequest, Partial  # noqa: E402
+from relax_rt.roles.rollout.engines.decoder import DecodedSequence  # noqa: E402
 from relax_rt.roles.rollout.engines.kv_cache import PrefixStore, common_prefix  # noqa: E402
-from relax_rt.roles.rollout.engines.routing import RoutingShape, settled, told  # noqa: E402
-from relax_rt.roles.rollout.engines.sequences import Sequence  # noqa: E402
+from relax_rt.roles.rollout.engines.routing import RoutingShape, canonical_rows, encode_rows  # noqa: E402
 from relax_rt.transport.queue.ledger.messages import VersionSpan  # noqa: E402
 from relax_rt.transport.rpc.errors import Refused  # noqa: E402
 
@@ -41,16 +41,18 @@ def request(**changes: object) -> GroupRequest:
 )
 def test_chunks_make_up_what_was_sampled(tokens: list[tuple[int, int, bool]], had: int, chunk: int) -> None:
     had = min(had, len(tokens) - 1)
-    before = Partial((9,) * had, (-0.5,) * had, (VersionSpan(0, had, 0, 0),) if had else (), told(rows(*[9] * had)))
+    before = Partial(
+        (9,) * had, (-0.5,) * had, (VersionSpan(0, had, 0, 0),) if had else (), encode_rows(rows(*[9] * had))
+    )
     asked = request(partials=(before,), chunk_tokens=chunk, routing=True)
-    sequence, assembly = Sequence(asked, 0, SHAPE), Assembly()
+    sequence, assembly = DecodedSequence(asked, 0, SHAPE), Assembly()
     assembly.expect(asked)
     version = 0
-    sequence.begin(rows(1, 2, 3))
+    sequence.set_prompt_rows(rows(1, 2, 3))
     for token, more, due in tokens[had:]:
         version += more
         sequence.append(token, -1.0, version, rows(token)[0])
-        if due or sequence.due:
+        if due or sequence.is_due:
             assert assembly.add(sequence.chunk()) is None
     known = assembly.had(1, 0)
     assert known is not None and len(known.tokens) == sequence.reported
@@ -65,8 +67,8 @@ def test_chunks_make_up_what_was_sampled(tokens: list[tuple[int, int, bool]], ha
 
 
 def test_rows_of_a_request_that_did_not_ask_for_them_are_not_told() -> None:
-    sequence = Sequence(request(), 0, SHAPE)
-    sequence.begin(rows(1, 2))
+    sequence = DecodedSequence(request(), 0, SHAPE)
+    sequence.set_prompt_rows(rows(1, 2))
     sequence.append(9, -1.0, 1, rows(9)[0])
     assert (sequence.chunk().routing, sequence.chunk().prompt_routing) == (b"", b"")
 
@@ -123,6 +125,6 @@ def test_no_more_is_kept_than_there_is_room_for(prompts: list[tuple[int, ...]]) 
 
 def test_rows_are_in_ascending_order_and_name_no_expert_where_there_is_none() -> None:
     chosen = np.array([[[5, 2], [0, 0], [1, 7]], [[3, 9], [0, 0], [4, 4]]])
-    made = settled(chosen, [1])
+    made = canonical_rows(chosen, [1])
     assert made.dtype == np.int16 and made.tolist() == [[[2, 5], [-1, -1], [1, 7]], [[3, 9], [-1, -1], [4, 4]]]
-    assert RoutingShape(3, 2).rows(told(made[:1]), told(made[1:])).tolist() == made.tolist()
+    assert RoutingShape(3, 2).rows(encode_rows(made[:1]), encode_rows(made[1:])).tolist() == made.tolist()

@@ -22,7 +22,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.filled = self.decoded = 0
-        fill, forward = Decoder._pass, Decoder._forward
+        fill, forward = Decoder._fill_pass, Decoder._forward
 
         def counted_fill(decoder: Decoder, fills: list[Fill]) -> object:
             self.filled += sum(len(one.tokens) for one in fills)
@@ -33,7 +33,7 @@ class Counted:
                 self.decoded += ids.numel()
             return forward(decoder, ids, *rest, **more)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(Decoder, "_pass", counted_fill)
+        monkeypatch.setattr(Decoder, "_fill_pass", counted_fill)
         monkeypatch.setattr(Decoder, "_forward", counted_forward)
 
     def take(self) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from relax_rt.roles.rollout.engines.sampling import Sampler, member_uniforms  # noqa: E402
+from relax_rt.roles.rollout.engines.decoder import Sampler, member_uniforms  # noqa: E402
 
 
 @pytest.mark.parametrize("shift", [0, 300])

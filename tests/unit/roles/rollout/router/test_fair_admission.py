@@ -75,21 +75,21 @@ class Traffic(RuleBasedStateMachine):
     def arrive(self, group: str, sequences: int) -> None:
         self.numbers += 1
         self.waits[self.numbers], self.came[self.numbers], self.size[self.numbers] = group, self.now, sequences
-        self.apply(self.core.arrive(self.now, self.numbers, group, sequences))
+        self.apply(self.core.submit(self.now, self.numbers, group, sequences))
 
     @precondition(lambda self: self.works)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.works)))
         del self.works[number]
-        self.apply(self.core.leave(self.now, number))
+        self.apply(self.core.finish(self.now, number))
 
     @precondition(lambda self: self.waits)
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.waits)))
         del self.waits[number]
-        self.apply(self.core.leave(self.now, number))
+        self.apply(self.core.finish(self.now, number))
 
     @precondition(lambda self: self.works)
     @rule(data=st.data())
@@ -146,7 +146,7 @@ TestTraffic = Traffic.TestCase
 
 def fill(core: FairAdmission, n: int, group: str = "g", first: int = 1) -> None:
     for number in range(first, first + n):
-        core.arrive(0.0, number, group)
+        core.submit(0.0, number, group)
 
 
 def test_it_grows_while_engines_have_room_holds_between_and_sheds_the_youngest() -> None:
@@ -196,14 +196,14 @@ def test_slots_of_engines_are_kept_busy_whatever_lies_between_two_calls() -> Non
         actions: list[AdmissionAction] = []
         match what:
             case "arrive":
-                actions = core.arrive(now, number, f"episode {number}")
+                actions = core.submit(now, number, f"episode {number}")
             case "at the engine" if trips[number] == now:
                 line.append(number)
             case "made":
                 busy -= 1
                 at(now + lost_s, "leave", number)
             case "leave":
-                actions = core.leave(now, number)
+                actions = core.finish(now, number)
                 left[number] -= 1
                 if left[number]:
                     at(now + lost_s, "arrive", number)
@@ -234,14 +234,14 @@ def test_those_that_were_shed_come_first_again() -> None:
     fill(core, 4)
     (preempted,) = core.tick(2.0, FleetLoad(0, 2, 0.95))
     assert preempted == Preempt(2)
-    assert core.leave(3.0, 1) == [Admit(2)]
+    assert core.finish(3.0, 1) == [Admit(2)]
 
 
 def test_one_that_was_shed_waits_anew_however_long_it_has_been_there() -> None:
     core = FairAdmission(AdmissionLimits(first=2, most=2, every_s=1.0, wait_s=10.0))
     fill(core, 3)
     # The third has its turn late; when it is preempted, it has been there for longer than anybody may wait.
-    assert core.leave(9.0, 1) == [Admit(3)]
+    assert core.finish(9.0, 1) == [Admit(3)]
     assert core.tick(12.0, FleetLoad(0, 2, 0.95)) == [Preempt(3)]
     assert core.tick(21.0, FleetLoad(0, 0, 0.8)) == []
     (late,) = core.tick(22.0, FleetLoad(0, 0, 0.8))
@@ -250,12 +250,12 @@ def test_one_that_was_shed_waits_anew_however_long_it_has_been_there() -> None:
 
 def test_engines_are_given_as_many_sequences_as_the_cap_says_whatever_calls_ask_for() -> None:
     core = FairAdmission(AdmissionLimits(first=8, most=8, waiting=10))
-    assert core.arrive(0.0, 1, "a", 6) == [Admit(1)]
-    assert core.arrive(0.0, 2, "b", 3) == [], "nine sequences would be at work"
-    assert core.arrive(0.0, 3, "c", 1) == [], "b came first"
-    assert core.leave(1.0, 1) == [Admit(2), Admit(3)] and core.running == 4
-    assert core.arrive(2.0, 4, "d", 100) == []
-    assert core.leave(3.0, 2) == [] and core.leave(3.0, 3) == [Admit(4)], "it is larger than the cap, and alone"
+    assert core.submit(0.0, 1, "a", 6) == [Admit(1)]
+    assert core.submit(0.0, 2, "b", 3) == [], "nine sequences would be at work"
+    assert core.submit(0.0, 3, "c", 1) == [], "b came first"
+    assert core.finish(1.0, 1) == [Admit(2), Admit(3)] and core.running == 4
+    assert core.submit(2.0, 4, "d", 100) == []
+    assert core.finish(3.0, 2) == [] and core.finish(3.0, 3) == [Admit(4)], "it is larger than the cap, and alone"
     assert core.tick(9.0, FleetLoad(0, 90, 0.95)) == [], "preempting it would change nothing"
 
 
@@ -279,7 +279,7 @@ def test_groups_have_equal_parts_whatever_each_sends(groups: list[tuple[str, int
         rounds += 1
         ended = working.pop(0)
         served[owner[ended]] += 1
-        working += [action.number for action in core.leave(float(rounds), ended) if isinstance(action, Admit)]
+        working += [action.number for action in core.finish(float(rounds), ended) if isinstance(action, Admit)]
         counts = Counter(owner[n] for n in working)
         waiting = {place.group for place in core._waiting.values()}
         if rounds > 10:
@@ -290,11 +290,11 @@ def test_groups_have_equal_parts_whatever_each_sends(groups: list[tuple[str, int
 def test_a_full_line_takes_from_who_waits_with_most() -> None:
     core = FairAdmission(AdmissionLimits(first=1, most=1, waiting=4))
     fill(core, 5, "greedy")
-    (refused, *_) = core.arrive(0.0, 6, "modest")
+    (refused, *_) = core.submit(0.0, 6, "modest")
     assert isinstance(refused, Reject) and refused.number == 5
-    (refused,) = core.arrive(0.0, 7, "greedy")
+    (refused,) = core.submit(0.0, 7, "greedy")
     assert isinstance(refused, Reject) and refused.number == 7
-    assert core.leave(1.0, 1) == [Admit(6)]
+    assert core.finish(1.0, 1) == [Admit(6)]
 
 
 def test_limits_that_contradict_each_other_are_refused() -> None:

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from relax_rt.roles.base.sample import Sample, SampleMeta, TurnSpan
-from relax_rt.roles.training.algorithms.inputs import AdvantageInputs, Trajectory
-from relax_rt.roles.training.algorithms.tensors import TokenTensors
+from relax_rt.roles.training.algorithms.inputs import AdvantageInputs, TokenTensors, Trajectory
 
 
 def sample(

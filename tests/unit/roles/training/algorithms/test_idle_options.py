@@ -10,7 +10,7 @@ import pytest
 from relax_rt.roles.config.algorithm_checks import check_algorithm
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.training.algorithms.settings import PRESETS
-from relax_rt.roles.training.critic.settings import CriticSettings
+from relax_rt.roles.training.backend.settings import CriticSettings
 
 HERE: dict[str, Any] = {"critic": CriticSettings(), "reference": None}
 PROXIMAL = {"name": "ppo_clip", "ratio_to": "proximal"}

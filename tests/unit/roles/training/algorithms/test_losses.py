@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.roles.training.algorithms.advantages import value_loss
+from relax_rt.roles.training.algorithms.inputs import TokenTensors
 from relax_rt.roles.training.algorithms.losses import outliers
 from relax_rt.roles.training.algorithms.registry import bound
-from relax_rt.roles.training.algorithms.tensors import TokenTensors
 
 LENGTHS = [3, 1, 4, 2]
 MANY = [6, 1, 9, 5, 8, 7]

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.training.algorithms.advantages import apply_truncation, group_advantages
+from relax_rt.roles.training.algorithms.inputs import TokenTensors, merge
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.registry import UserPartFailed, bound, parts
 from relax_rt.roles.training.algorithms.settings import PRESETS, AlgorithmTable
-from relax_rt.roles.training.algorithms.tensors import TokenTensors, merge
 from relax_rt.transport.rpc.errors import Refused
 
 FEATURES, ACTIONS = 3, 7

@@ -9,6 +9,7 @@ import pytest
 import torch
 from algorithm_samples import sample, tokens
 
+from relax_rt.interfaces.agent import Diagnosis
 from relax_rt.roles.config.algorithm_checks import check_own_parts
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.training.algorithms.dry_run import DryRunFailure, DryRunRequest, first_failure
@@ -19,7 +20,7 @@ from relax_rt.roles.training.algorithms.registry import BoundPart, UserPartFaile
 from relax_rt.roles.training.algorithms.samplers import PromptSampler
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.settings import TrainerSettings
-from relax_rt.supervision.diagnosis import Diagnosis, classify_exception
+from relax_rt.supervision.diagnosis import classify_exception
 
 MINE = """
 import os

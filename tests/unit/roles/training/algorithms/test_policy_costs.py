@@ -15,9 +15,9 @@ import pytest
 import torch
 from algorithm_samples import sample
 
+from relax_rt.roles.training.algorithms.inputs import TokenTensors
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.algorithms.tensors import TokenTensors
 
 LOGITS = torch.tensor([0.3, -0.5, 1.1, 0.0, -1.2], dtype=torch.float64)
 BEHAVIOUR = torch.tensor([-0.9, 0.8, 0.1, 0.4, -0.3], dtype=torch.float64).log_softmax(0)

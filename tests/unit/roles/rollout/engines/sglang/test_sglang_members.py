@@ -223,7 +223,7 @@ def test_a_partial_that_comes_from_elsewhere_brings_its_rows_and_not_those_of_th
     member.take_rows(routed([1, 2, 94, 95, 6, 9]), 0)
     member.end_segment(Finish("stop"))
     assert told(member) == ([6, 9], [6, 9], [1, 2])
-    assert member.rows is not None and SHAPE.rows(member.rows.of(0, 4))[:, 0, 0].tolist() == [4, 5, 6, 9]
+    assert member.rows is not None and SHAPE.rows(member.rows.get(0, 4))[:, 0, 0].tolist() == [4, 5, 6, 9]
 
 
 @pytest.mark.parametrize(("start", "prompt"), [(0, [1, 2]), (1, [2]), (2, [])])

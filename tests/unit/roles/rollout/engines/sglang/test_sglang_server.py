@@ -37,7 +37,6 @@ from relax_rt.roles.rollout.engines.sglang.options import (
 )
 from relax_rt.roles.rollout.engines.sglang.server import Place, Server, ServerDied, mark_of, read_tail
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.supervision.role_process import kill_orphans
 from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError
 
 WAIT_S = 120.0
@@ -333,7 +332,7 @@ async def test_the_guard_is_not_shot_as_what_a_dead_role_left_behind(
     server = stand_in(tmp_path, answering(tmp_path))
     await server.start(WAIT_S)
     try:
-        await asyncio.to_thread(kill_orphans, "rollout/0", 7)
+        await asyncio.to_thread(procfs.kill_orphans, ["RELAX_SLOT=rollout/0", "RELAX_EPOCH=7"])
         assert await asyncio.to_thread(named.wait, WAIT_S) == -signal.SIGKILL and alive(server.pid)
         os.kill(server.pid, signal.SIGQUIT)
         answer = await server.client.call("/model_info", timeout_s=WAIT_S)
