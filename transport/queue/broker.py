@@ -41,7 +41,7 @@ from relax_rt.transport.queue.ledger.messages import (
 )
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.queue.ledger.state import ClientProcess
-from relax_rt.transport.queue.samplers.loading import load_sampler
+from relax_rt.transport.queue.samplers.builtin import load_sampler
 from relax_rt.transport.queue.statistics import States, broker_statistics
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation

@@ -41,8 +41,7 @@ from relax_rt.transport.queue.ledger.messages import (
     VersionSpan,
 )
 from relax_rt.transport.queue.partials import CALL_CHUNKS, PartialCompletion, decode_partial, in_calls
-from relax_rt.transport.queue.puts import PUT_WAIT_S, CopyThreads, GroupPuts, PayloadWriter, puts_of
-from relax_rt.transport.queue.reasons import WaitReasons
+from relax_rt.transport.queue.puts import PUT_WAIT_S, CopyThreads, GroupPuts, PayloadWriter, WaitReasons, puts_of
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 

@@ -25,7 +25,6 @@ from relax_rt.transport.memory.fields import (
 )
 from relax_rt.transport.memory.refs import Extent, extents_in
 from relax_rt.transport.queue.ledger.messages import BlockPut, GroupsPut, RowPut, SampleKey, VersionSpan
-from relax_rt.transport.queue.reasons import WaitReasons
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused, RelaxError, StaleEpoch
 
 PUT_WAIT_S = 600.0
@@ -483,3 +482,51 @@ def _in_order(placed: PlacedBlock) -> BlockPut:
 def _check_priorities(n: int, priorities: Sequence[float] | None) -> None:
     if priorities is not None and len(priorities) != n:
         raise Refused(f"put of {n} samples", why=f"it comes with {len(priorities)} priorities")
+
+
+class WaitReasons:
+    """Reasons of the waits under way.
+
+    Args:
+        on_change: gets the reason of the wait that began last, and an empty string when none is left.
+    """
+
+    def __init__(self, on_change: Callable[[str], None] | None = None) -> None:
+        self._on_change = on_change
+        self._waits: dict[object, str] = {}
+        self.current = ""
+        """Of the wait that began last; empty when there is none."""
+
+    def wait(self) -> Wait:
+        """A wait that may come: it begins with its first reason."""
+        return Wait(self)
+
+    def tell(self, wait: object, reason: str) -> None:
+        """The reason of a wait is this now; empty: it is over."""
+        if reason:
+            self._waits[wait] = reason
+        elif self._waits.pop(wait, None) is None:
+            return
+        current = next(reversed(self._waits.values()), "")
+        if current != self.current:
+            self.current = current
+            if self._on_change is not None:
+                self._on_change(current)
+
+
+class Wait:
+    """One wait; called with its reason, and with an empty string when it is over."""
+
+    __slots__ = ("_reasons",)
+
+    def __init__(self, reasons: WaitReasons) -> None:
+        self._reasons = reasons
+
+    def __call__(self, reason: str) -> None:
+        self._reasons.tell(self, reason)
+
+    def __enter__(self) -> Wait:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self("")

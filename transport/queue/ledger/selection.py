@@ -18,9 +18,8 @@ from relax_rt.transport.queue.ledger.admission import (
     recycle,
     regenerate_stale_members,
 )
-from relax_rt.transport.queue.ledger.core import REFUSED, Core
+from relax_rt.transport.queue.ledger.core import REFUSED, Core, ReadyQueue
 from relax_rt.transport.queue.ledger.messages import LeaseRequest, SampleKey
-from relax_rt.transport.queue.ledger.ready import ReadyQueue
 from relax_rt.transport.queue.ledger.state import SampleGroup
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation

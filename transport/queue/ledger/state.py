@@ -119,7 +119,7 @@ class Callers(msgspec.Struct):
         kept = self.replies[owner_key(who)]
         if seq in kept:
             return kept[seq]
-        if len(kept) >= REPLIES_KEPT and seq < min(kept):
+        if len(kept) >= REPLIES_KEPT and seq < next(iter(kept)):
             raise Refused(f"call {seq} of {who}", why=f"replies are kept for the last {REPLIES_KEPT} calls only")
         return None
 
@@ -132,9 +132,13 @@ class Callers(msgspec.Struct):
         if kept is None:
             # The call was the caller's own end.
             return
+        late = bool(kept) and seq < next(reversed(kept))
         kept[seq] = reply
+        if late:
+            # Numbers mostly come in order. Keep them so, that the lowest one is found without a search.
+            kept = self.replies[owner_key(who)] = dict(sorted(kept.items()))
         if len(kept) > REPLIES_KEPT:
-            del kept[min(kept)]
+            del kept[next(iter(kept))]
 
 
 class SamplePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
