@@ -29,7 +29,7 @@ from relax_rt.transport.memory.payload_fetcher import Fetcher
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, Server, make_hello
+from relax_rt.transport.rpc.rpc import RpcClient, RpcServer, make_hello
 
 T = TypeVar("T")
 
@@ -162,7 +162,7 @@ class ProgressReporter:
 
 
 class _NoRegistry:
-    """In place of a registry client where there is none; the first use raises an error that says why."""
+    """Stands for the registry client where there is none; the first use raises an error with the reason."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -204,8 +204,8 @@ class HostContext:
         self._socket_dir = host.socket_dir
         self._control = control
         self._hello = make_hello(self.run_id, who)
-        self._clients: dict[str, Client] = {}
-        self._server: Server | None = None
+        self._clients: dict[str, RpcClient] = {}
+        self._server: RpcServer | None = None
         self._resolver = AddressResolver(host.socket_dir, self._hello) if self._links else None
         self.remote = ""
         self._events = EventLog(run_dir, str(who))
@@ -245,7 +245,7 @@ class HostContext:
         if self.address:
             raise RelaxError(f"{self.who} offers {api.__name__} too late", hint="call ctx.serve in setup")
         if self._server is None:
-            self._server = Server(self._hello, curve=self._links.keys if self._links else None)
+            self._server = RpcServer(self._hello, curve=self._links.keys if self._links else None)
         self._server.offer(api, implementation)
         if max_calls is not None:
             self._server.max_calls = min(self._server.max_calls, max_calls)
@@ -300,14 +300,14 @@ class HostContext:
             self._events.close()
             self._metrics.close()
 
-    def _client(self, slot: str) -> Client:
+    def _client(self, slot: str) -> RpcClient:
         if slot not in self._clients:
             if self._links is None or self._resolver is None:
-                client = Client(f"unix://{self._socket_dir / slot_file(slot, '.sock')}", self._hello)
+                client = RpcClient(f"unix://{self._socket_dir / slot_file(slot, '.sock')}", self._hello)
             else:
                 # A slot may move between nodes: its address is resolved before every connect.
                 find = functools.partial(self._resolver.resolve, slot)
-                client = Client(find, self._hello, curve=self._links.keys, slot=slot)
+                client = RpcClient(find, self._hello, curve=self._links.keys, slot=slot)
             self._clients[slot] = client
         return self._clients[slot]
 
@@ -320,11 +320,11 @@ class HostContext:
 class RegistryLease:
     """A role's lease in the registry, renewed in the background.
 
-    While the registry is away renewals are retried, and the role goes on. `keep` ends only by raising StaleEpoch: a
+    While the registry is away renewals are retried, and the role continues. `keep` ends only by raising StaleEpoch: a
     newer incarnation holds the slot, and this one must end.
     """
 
-    def __init__(self, ctx: HostContext, client: Client) -> None:
+    def __init__(self, ctx: HostContext, client: RpcClient) -> None:
         self._ctx = ctx
         self._ttl_s = ctx.config.supervision.lease_s
         self._registry = client.bind(RegistryApi, timeout_s=min(self._ttl_s, CALL_TIMEOUT_S))
@@ -336,11 +336,7 @@ class RegistryLease:
         self.committed = 0
 
     async def keep(self) -> NoReturn:
-        """Announce the role, then renew its lease for ever.
-
-        Raises:
-            StaleEpoch: the slot has a newer incarnation.
-        """
+        """Announce the role, then renew its lease for ever. Raises StaleEpoch: the slot has a newer incarnation."""
         while True:
             self._wake.clear()
             renewed = await self._renew()
@@ -371,7 +367,7 @@ class RegistryLease:
             return False
         except RelaxError as error:
             if not self._away:
-                ctx.log.warning("the registry does not answer; going on without it", error=str(error))
+                ctx.log.warning("the registry does not answer; continuing without it", error=str(error))
             self._away = True
             return False
         if self._away:
@@ -381,7 +377,7 @@ class RegistryLease:
         return True
 
     async def renew_now(self, wait_s: float = 2.0) -> None:
-        """Renew at once; stops waiting for the answer after wait_s, while the renewal goes on."""
+        """Renew at once; stops waiting for the answer after wait_s, while the renewal continues."""
         async with self._renewed:
             self._wake.set()
             with suppress(TimeoutError):
@@ -396,7 +392,7 @@ class RegistryLease:
             async with asyncio.timeout(wait_s):
                 await self._registry.leave(end)
         except (RelaxError, TimeoutError) as error:
-            self._ctx.log.info("the registry could not be told of the end", error=str(error))
+            self._ctx.log.info("the end was not reported to the registry", error=str(error))
 
 
 def derive_seed(run_seed: int, who: Incarnation) -> int:

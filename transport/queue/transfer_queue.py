@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import CancelledError
-from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import msgspec
 
+from relax_rt.transport.base.portal import EventLoopThread
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.payload_fetcher import Fetcher
 from relax_rt.transport.queue.batch import LeasedBatch
@@ -22,15 +20,10 @@ from relax_rt.transport.queue.hosting import CALL_TIMEOUT_S, BrokerFinder, Host,
 from relax_rt.transport.queue.ledger.messages import Admission, Failure, ItemsAssigned, Membership, SampleKey, StepReply
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits, SamplerSpec
 from relax_rt.transport.queue.puts import PUT_WAIT_S
-from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError
+from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 CLOSE_TIMEOUT_S = 30.0
 """Longest time for cleaning up, besides the time that leaving waits for readers."""
-
-CLEAN_UP_S = 30.0
-"""Longest time that cancelled work may take to clean up, and the thread to end."""
-_START_S = 30.0
-"""The loop does nothing else when work that must go to its end is started."""
 
 T = TypeVar("T")
 
@@ -451,75 +444,3 @@ async def _linger(client: QueueClient, wait_s: float) -> None:
 async def _cancelled(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-class EventLoopThread:
-    """Runs coroutines for other threads. Started when made; end it with `stop`.
-
-    Args:
-        name: of the thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def is_current(self) -> bool:
-        """Whether this is called on the loop's own thread."""
-        return threading.current_thread() is self._thread
-
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Carry work out on the loop, and wait for it.
-
-        Raises:
-            Refused: this is the loop's own thread.
-            DeadlineExceeded: no result within timeout_s, or the loop stops.
-        """
-        if self.is_current():
-            work.close()
-            raise Refused("blocking call of the queue", why="it was made on the event loop", hint="use async methods")
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        try:
-            return future.result(min(timeout_s, threading.TIMEOUT_MAX))
-        except FutureTimeout as error:
-            if future.done():
-                raise
-            future.cancel()
-            raise DeadlineExceeded("call of the queue", why=f"no answer for {timeout_s} s") from error
-        except CancelledError as error:
-            raise DeadlineExceeded("call of the queue", why="the event loop cancelled it: the role stops") from error
-
-    def run_to_end(self, work: Coroutine[Any, Any, object], timeout_s: float) -> None:
-        """Carry out work that enters or leaves something. Whatever ends the wait for it, it is cancelled and cleans up
-        before this returns, so that the loop may be stopped."""
-
-        async def start() -> asyncio.Task[object]:
-            return asyncio.create_task(work)
-
-        async def result(task: asyncio.Task[object]) -> None:
-            # Cancelling this leaves the task alone.
-            await asyncio.wait([task])
-            task.result()
-
-        async def end(task: asyncio.Task[object]) -> None:
-            task.cancel()
-            await asyncio.wait([task], timeout=CLEAN_UP_S)
-
-        try:
-            task = self.run(start(), _START_S)
-        except Refused:
-            work.close()  # it was never begun
-            raise
-        try:
-            self.run(result(task), timeout_s)
-        except BaseException:
-            self.run(end(task), 2 * CLEAN_UP_S)
-            raise
-
-    def stop(self) -> None:
-        """Stop the loop and end the thread."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(CLEAN_UP_S)
-        if not self._thread.is_alive():
-            self.loop.close()

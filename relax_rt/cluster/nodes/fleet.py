@@ -64,7 +64,7 @@ from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, read_run
 from relax_rt.transport.rpc.channel import AddressError, parse_address
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import CurveKeys, Server, make_hello
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcServer, make_hello
 
 MIB = 1 << 20
 BIND_TIMEOUT_S = 10.0
@@ -124,7 +124,7 @@ class NodeFleet:
         self._local, self._agent, self.emit = local, agent, emit
 
     async def open(self, kinds: Sequence[str]) -> str:
-        """Listen for nodes, which are told of these kinds of role; return the address, empty in a run of one node.
+        """Listen for nodes, which get these kinds of role; return the address, empty in a run of one node.
 
         Where any port will do, use the one before: nodes that knew the head before it died find it there.
 
@@ -244,7 +244,7 @@ class NodeFleet:
                     self._release_if_empty(executor)
 
     def _release_if_empty(self, executor: RemoteExecutor) -> None:
-        """End a node that wants to leave once nothing runs on it."""
+        """End a node that has asked to leave once nothing runs on it."""
         if self.table is not None and not executor.open and self.table.is_leaving(executor.membership):
             self.table.order(executor.node, EndNode(0, "it was asked to leave, and nothing runs on it any more"))
             self.wake()
@@ -393,17 +393,13 @@ class NodeListener:
         self._fleet, self._table = fleet, table
         self._config, self._system = config, system
         self._log = structlog.get_logger()
-        self._server = Server(make_hello(HELLO_NAME, Incarnation(f"{HEAD}/0", 0)), curve=keys)
+        self._server = RpcServer(make_hello(HELLO_NAME, Incarnation(f"{HEAD}/0", 0)), curve=keys)
         self._server.offer(HeadApi, self)
         self._ticking: asyncio.Task[None] | None = None
         self.address = ""
 
     async def open(self, listen: str) -> str:
-        """Listen at an address; returns it with its real port.
-
-        Raises:
-            AddressError: nothing can listen there.
-        """
+        """Listen at an address; returns it with its real port. Raises AddressError: nothing can listen there."""
         self.address = await self._server.listen(listen)
         self._ticking = asyncio.create_task(self._tick())
         return self.address

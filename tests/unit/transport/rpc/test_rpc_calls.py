@@ -16,7 +16,7 @@ from rpc_far_end import FarEnd, FarEndImpl, Point, calling, hello, serving
 
 from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, RemoteError, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server, caller, eager, idempotent, make_hello, tell
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcClient, RpcServer, caller, eager, idempotent, make_hello, tell
 
 CARRIERS = ("unix", "tcp", "curve")
 
@@ -24,7 +24,7 @@ CARRIERS = ("unix", "tcp", "curve")
 @contextlib.asynccontextmanager
 async def pair(
     carrier: str, directory: pathlib.Path, timeout_s: float = 10.0, **options: object
-) -> AsyncIterator[tuple[Server, FarEndImpl, Client, FarEnd]]:
+) -> AsyncIterator[tuple[RpcServer, FarEndImpl, RpcClient, FarEnd]]:
     curve = CurveKeys.make() if carrier == "curve" else None
     address = f"unix://{directory}/q.sock" if carrier == "unix" else "tcp://127.0.0.1:0"
     async with (
@@ -218,7 +218,7 @@ async def test_interfaces_that_cannot_cross_are_refused_at_once(tmp_path: pathli
         async def get(self) -> int:
             return 1
 
-    server = Server(hello())
+    server = RpcServer(hello())
     for api, why in (
         (NotAsync, "NotAsync.get: it is not `async def`"),
         (Untyped, "parameter key has no annotation"),
@@ -231,7 +231,7 @@ async def test_interfaces_that_cannot_cross_are_refused_at_once(tmp_path: pathli
     with pytest.raises(Refused, match="has no method echo"):
         server.offer(FarEnd, object())  # type: ignore[arg-type]
     with pytest.raises(Refused, match="not a positive number"):
-        Client("unix:///x", hello()).bind(FarEnd, timeout_s=0)
+        RpcClient("unix:///x", hello()).bind(FarEnd, timeout_s=0)
     with pytest.raises(Refused, match="was not called by a remote peer"):
         caller()
 
@@ -362,11 +362,11 @@ class EagerGate:
 
 
 @contextlib.asynccontextmanager
-async def gate(directory: pathlib.Path) -> AsyncIterator[tuple[EagerGate, Server, Gate]]:
-    server, real = Server(make_hello("run", Incarnation("queue/0", 1))), EagerGate()
+async def gate(directory: pathlib.Path) -> AsyncIterator[tuple[EagerGate, RpcServer, Gate]]:
+    server, real = RpcServer(make_hello("run", Incarnation("queue/0", 1))), EagerGate()
     server.offer(Gate, real)
     address = await server.listen(f"unix://{directory}/gate.sock")
-    client = Client(address, make_hello("run", Incarnation("rollout/0", 1)))
+    client = RpcClient(address, make_hello("run", Incarnation("rollout/0", 1)))
     yield real, server, client.bind(Gate, timeout_s=10.0)
     await client.close()
     await server.close()
@@ -397,7 +397,7 @@ async def test_an_eager_handler_that_waits_goes_on_in_a_task(tmp_path: pathlib.P
 
 async def test_an_eager_handler_that_waits_too_long_is_cancelled(tmp_path: pathlib.Path) -> None:
     async with gate(tmp_path) as (real, server, _):
-        client = Client(f"unix://{tmp_path}/gate.sock", make_hello("run", Incarnation("rollout/0", 2)))
+        client = RpcClient(f"unix://{tmp_path}/gate.sock", make_hello("run", Incarnation("rollout/0", 2)))
         with pytest.raises(DeadlineExceeded, match="not finished in"):
             await client.bind(Gate, timeout_s=0.05).enter("a", 0.01)
         assert real.left == ["a"] and server.statistics().expired == 1

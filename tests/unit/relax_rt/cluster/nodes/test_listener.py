@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from waiting import eventually
 
 from relax_rt.cluster.nodes.api import (
     HELLO_NAME,
@@ -33,7 +34,7 @@ from relax_rt.supervision.protocol import DrainRequested, Event, NodeJoined, Nod
 from relax_rt.supervision.rundir import RunPaths
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, CurveKeys, make_hello
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcClient, make_hello
 
 T = TypeVar("T")
 LEASE_S = 0.3
@@ -86,7 +87,7 @@ async def opened(tmp_path: Path) -> AsyncIterator[Head]:
 
 @asynccontextmanager
 async def node(head: Head, keys: CurveKeys | None = None, timeout_s: float = 60.0) -> AsyncIterator[HeadApi]:
-    client = Client(head.listener.address, make_hello(HELLO_NAME, Incarnation("b/0", 0)), curve=keys or head.keys)
+    client = RpcClient(head.listener.address, make_hello(HELLO_NAME, Incarnation("b/0", 0)), curve=keys or head.keys)
     try:
         yield client.bind(HeadApi, timeout_s=timeout_s)
     finally:
@@ -95,12 +96,6 @@ async def node(head: Head, keys: CurveKeys | None = None, timeout_s: float = 60.
 
 async def joined(api: HeadApi, token: str = "t") -> JoinReply:
     return await api.join(NodeFacts(name="b", host="10.0.0.2", cores=3, gpus=1), token)
-
-
-async def soon(probe: Callable[[], object]) -> None:
-    async with asyncio.timeout(120):
-        while not probe():  # noqa: ASYNC110 the head's clock has no event to give
-            await asyncio.sleep(0.01)
 
 
 async def test_a_node_joins_takes_orders_and_reports(tmp_path: Path) -> None:
@@ -140,7 +135,7 @@ async def test_a_silent_node_is_lost_fenced_and_told_so(tmp_path: Path) -> None:
         executor = head.fleet.executor("b")
         assert executor is not None
         executor.carry_out(StartOrder(slot="x/0", epoch=7, node="b"))
-        await soon(lambda: head.ended)
+        await eventually(lambda: head.ended)
         assert head.ended == [("x/0", 7)]
         assert isinstance(head.posted[-1], NodeLost) and not head.posted[-1].keep
         assert head.fleet.executor("b") is None
