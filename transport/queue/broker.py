@@ -374,7 +374,7 @@ class Broker(JournaledBroker[Ledger]):
         return self._ledger.core.held
 
     def summary(self) -> str:
-        """What the queue does, in a line for `ps`."""
+        """Describe the state of the queue in one line, for `ps`."""
         core = self._ledger.core
         failed = core.state.progress.failed_groups
         lost = f", {failed} groups in a row failed" if failed else ""

@@ -59,7 +59,7 @@ _log = logging.getLogger("relax_rt.transport")
 
 
 class NewSample(msgspec.Struct, frozen=True):
-    """What a producer puts: all its columns of one sample, and the policy version of each token."""
+    """One new sample: all its columns, and the policy version of each token."""
 
     key: SampleKey
     columns: Mapping[str, Any]

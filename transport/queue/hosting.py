@@ -324,17 +324,16 @@ class BrokerFinder:
                 await asyncio.sleep(min(_FIND_POLL_S, self._patience_s))
                 continue
             self._known = True
-            return self._of(place)
-
-    def _of(self, place: BrokerLocation) -> str:
-        self.near = place.node == node_name()
-        if self.near:
-            return place.addresses[0]
-        if len(place.addresses) < 2:
-            raise Refused(
-                f"queue {self.where}", why="its broker is on another node, and listens on its own only", hint="listen=…"
-            )
-        return place.addresses[1]
+            self.near = place.node == node_name()
+            if self.near:
+                return place.addresses[0]
+            if len(place.addresses) < 2:
+                raise Refused(
+                    f"queue {self.where}",
+                    why="its broker is on another node, and listens on its own only",
+                    hint="listen=…",
+                )
+            return place.addresses[1]
 
 
 class JoinedQueue(msgspec.Struct, frozen=True):

@@ -28,7 +28,7 @@ from relax_rt.transport.queue.ledger.messages import BlockPut, GroupsPut, RowPut
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused, RelaxError, StaleEpoch
 
 PUT_WAIT_S = 600.0
-"""How long a put of groups waits for room, unless its caller says otherwise."""
+"""Default time that a put of groups waits for room."""
 MAX_ROWS = 2048
 """Samples of one message."""
 MAX_BYTES = 4 << 20
@@ -96,7 +96,7 @@ class CopyThreads:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def close(self) -> None:
-        """What was begun goes to its end."""
+        """Accept no more work; running copies finish."""
         self._closed = True
         self._executor.shutdown(wait=False)
 
@@ -195,7 +195,7 @@ class PayloadWriter:
         return self._arena.used_bytes
 
     def free(self, extents: Sequence[Extent]) -> None:
-        """Nobody reads these any more."""
+        """Free extents that no reader uses."""
         for extent in extents:
             self._arena.free(extent)
 
@@ -206,7 +206,7 @@ def nbytes_of(columns: Mapping[str, Any]) -> int:
 
 
 class PendingPut(msgspec.Struct):
-    """What one caller puts: rows, the sizes of the groups they make, their priorities, and how long they may wait."""
+    """The put of one caller: rows, sizes of their groups, priorities, and the deadline."""
 
     rows: Rows
     groups: list[int]
@@ -249,7 +249,15 @@ class PutBatcher:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         if self._pending >= MAX_PENDING:
-            await self._wait_for_room(deadline)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    while self._pending >= MAX_PENDING and not self._closed:
+                        self._room.clear()
+                        await self._room.wait()
+            except TimeoutError:
+                raise OutOfSpace(
+                    "put", why=f"{self._pending} samples of this process wait to be sent already"
+                ) from None
         if self._closed:
             raise _closed()
         put = PendingPut(rows, groups, priorities, nbytes, deadline, loop.create_future())
@@ -262,15 +270,6 @@ class PutBatcher:
         if len(ids) == len(rows):
             return [SampleKey(id_, 0) for id_ in ids]
         return [SampleKey(id_, member) for id_, size in zip(ids, groups, strict=True) for member in range(size)]
-
-    async def _wait_for_room(self, deadline: float) -> None:
-        try:
-            async with asyncio.timeout_at(deadline):
-                while self._pending >= MAX_PENDING and not self._closed:
-                    self._room.clear()
-                    await self._room.wait()
-        except TimeoutError:
-            raise OutOfSpace("put", why=f"{self._pending} samples of this process wait to be sent already") from None
 
     async def _run(self) -> None:
         """Send until nothing waits: what comes while a message is under way goes with the next one."""

@@ -71,7 +71,7 @@ class TransferQueue:
         self.host: Host | None = None
         """The broker, when this process serves the queue."""
         self.linger_s = 0.0
-        """How long leaving waits, at most, for others to read what this process put (see connect)."""
+        """Longest time that leaving waits until others have read the samples of this process (see connect)."""
 
     @classmethod
     def serve(

@@ -22,9 +22,9 @@ from relax_rt.transport.rpc.identity import Incarnation
 Notice = tuple[str, dict[str, Any]]
 """Something a person wants to see in the event log: kind and fields."""
 REFUSED, REFUSED_TOKENS = "refused(stale)", "refused_tokens"
-"""How samples end that are over-stale, and the tally of their tokens."""
+"""Terminal state of over-stale samples, and the name of the tally of their tokens."""
 ROOM = "room"
-"""What those who wait for admission wait for; takers wait for the name of their task."""
+"""Topic that waiting producers are woken by; consumers are woken by the name of their task."""
 
 
 class ReadyQueue:
@@ -303,7 +303,7 @@ class Core:
 
     @property
     def used_bytes(self) -> int:
-        """What counts against the capacity: payloads in shared memory, and partial completions."""
+        """Bytes that count against the capacity: payloads in shared memory, and partial completions."""
         return self.state.blocks.payload_bytes + self.state.partials_bytes
 
     def drop_partial(self, sample: SampleState) -> None:
@@ -393,7 +393,7 @@ class Core:
             self.step_ready.pop(group.id, None)
 
     def index_single(self, group: int, sample: SampleState) -> None:
-        """What `refresh` does for the only sample of a group that was just put."""
+        """Index the only sample of a group that was just put; a fast form of `refresh`."""
         key = SampleKey(group, 0)
         for task in self.tasks_with(self.blocks.blocks[sample.parts[0].block].ref.fields):
             self.ready[task].add(key)
@@ -534,7 +534,7 @@ class Core:
         self.unpin(lease.pins)
 
     def readers(self) -> set[Incarnation]:
-        """Who may be reading memory, fenced or not: it stays pinned until they release it, or have ended."""
+        """Incarnations that may be reading memory, fenced or not: it stays pinned until they release it or end."""
         found = {lease.holder for lease in self.state.leases.values()}
         found.update(lease.holder for lease in self.state.pinned.values())
         return found

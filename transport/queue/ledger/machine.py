@@ -160,7 +160,7 @@ def _check_change(core: Core, before: LedgerPolicy, after: LedgerPolicy) -> None
 
 
 class Handler(NamedTuple):
-    """How a caller's event is handled.
+    """Handler of a caller's event.
 
     Attributes:
         apply: changes the ledger; answers None for Acknowledged.
@@ -210,7 +210,7 @@ OWN_HANDLERS: dict[type[ev.Event], Callable[[Core, Any], Reply | None]] = {
 
 
 class EventOutcome(msgspec.Struct, frozen=True):
-    """What an event did.
+    """Result of an event.
 
     Attributes:
         answer: for the caller.
@@ -263,7 +263,7 @@ class Ledger:
 
     @property
     def samplers(self) -> Samplers:
-        """Those of the policy in force, loaded when they are first asked: a replay grants what was chosen then.
+        """Samplers of the current policy, loaded on first use; a replay grants the journaled choice without them.
 
         Raises:
             Refused: one cannot be loaded.
@@ -387,7 +387,7 @@ class Ledger:
         return ev.Lapse([id_ for id_ in late if id_ not in self.core.state.leases], leases) if late else None
 
     def straggler_deadline(self) -> float | None:
-        """Until when a batch that could be granted waits for stragglers; None if none does."""
+        """Deadline of a batch that waits for stragglers; None if none does."""
         since = self.core.state.blocked_since
         return None if since is None else since + self.core.policy.straggler_wait_s
 

@@ -1,4 +1,4 @@
-"""All that the ledger knows, as plain data: a snapshot is its encoding."""
+"""State of the ledger as plain data; a snapshot is its encoding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPLIES_KEPT = 128
 
 
 class ClientProcess(msgspec.Struct, frozen=True, array_like=True):
-    """Where an incarnation lives.
+    """Location of an incarnation.
 
     Attributes:
         who: the incarnation.
@@ -279,7 +279,7 @@ class SampleGroup(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def size(self) -> int:
-        """Its members, without those left out."""
+        """Number of members, without excluded ones."""
         size = len(self.samples)
         for sample in self.samples:
             size -= sample.excluded
@@ -291,11 +291,11 @@ class SampleGroup(msgspec.Struct, array_like=True, gc=False):
         return all(sample.generated for sample in self.samples if not sample.excluded)
 
     def sample_keys(self) -> list[SampleKey]:
-        """The keys of its samples, without those left out."""
+        """Keys of the samples, without excluded ones."""
         return [SampleKey(self.id, member) for member, sample in enumerate(self.samples) if not sample.excluded]
 
     def members(self) -> list[tuple[SampleKey, SampleState]]:
-        """Its samples with their keys, without those left out."""
+        """Samples with their keys, without excluded ones."""
         return [(SampleKey(self.id, n), sample) for n, sample in enumerate(self.samples) if not sample.excluded]
 
     def missing(self) -> list[int]:

@@ -31,7 +31,7 @@ class _Windowed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Fifo(_Windowed, frozen=True):
-    """Those that became ready first, up to the first that is over the token budget."""
+    """The oldest ready samples, up to the first that is over the token budget."""
 
     def choose(self, units: Iterable[Unit], request: LeaseRequest) -> Selection:
         return fill(within(units, self.window, request), request)
