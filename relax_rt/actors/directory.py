@@ -14,10 +14,10 @@ from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.transport.rpc.channel import ConnectionLost
 from relax_rt.transport.rpc.client import (
     DEFAULT_WINDOW,
-    Client,
     DeathLimit,
     ItemBuffer,
     RemoteStream,
+    RpcClient,
     check_options,
     describe,
     died_of,
@@ -43,7 +43,7 @@ DEATHS = 3
 class Target:
     """A slot's connection, and whether its incarnation failed lately."""
 
-    def __init__(self, slot: str, client: Client) -> None:
+    def __init__(self, slot: str, client: RpcClient) -> None:
         self.slot = slot
         self.client = client
         self.outstanding = 0
@@ -67,7 +67,7 @@ class Directory:
         registry: None in a run without one; then only single slots can be referred to.
     """
 
-    def __init__(self, client: Callable[[str], Client], registry: RegistryApi | None) -> None:
+    def __init__(self, client: Callable[[str], RpcClient], registry: RegistryApi | None) -> None:
         self._client = client
         self._registry = registry
         self._targets: dict[str, Target] = {}

@@ -32,7 +32,7 @@ from relax_rt.supervision.rundir import RESOLVED_CONFIG, read_json
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, make_hello
+from relax_rt.transport.rpc.rpc import RpcClient, make_hello
 
 MIB = 1 << 20
 RESERVE_BYTES = 1 * MIB
@@ -362,14 +362,14 @@ def _check_belongs_to_run(status: RunStatus, slot: SlotStatus) -> None:
 async def _overtake(status: RunStatus, slot: SlotStatus) -> int:
     """Replace a process as the head does when it cannot reach it: issue an epoch, and tell the queue."""
     addresses = {one.slot: one.address for one in status.slots}
-    registry = Client(addresses[REGISTRY], make_hello(status.run_id, Incarnation(CHAOS_SLOT, 0)))
+    registry = RpcClient(addresses[REGISTRY], make_hello(status.run_id, Incarnation(CHAOS_SLOT, 0)))
     clients = [registry]
     try:
         epochs = registry.bind(RegistryApi, timeout_s=CALL_TIMEOUT_S)
         epoch = await epochs.issue_epoch(slot.slot)
         if addresses.get(QUEUE) and slot.slot != QUEUE:
             me = Incarnation(CHAOS_SLOT, await epochs.issue_epoch(CHAOS_SLOT))
-            clients.append(Client(addresses[QUEUE], make_hello(status.run_id, me)))
+            clients.append(RpcClient(addresses[QUEUE], make_hello(status.run_id, me)))
             queue = clients[-1].bind(QueueApi, timeout_s=CALL_TIMEOUT_S)
             await queue.process_exited(1, Incarnation(slot.slot, slot.epoch), "overtaken on purpose")
             await epochs.process_exited(me, "done")

@@ -26,7 +26,7 @@ from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.ledger.messages import ProgressReport, Retired, describe_loss, failure_summary
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, make_hello
+from relax_rt.transport.rpc.rpc import RpcClient, make_hello
 
 CALL_TIMEOUT_S = 5.0
 EXAMPLE_WIDTH = 400
@@ -118,7 +118,7 @@ def _call_queue(run_dir: Path, call: Callable[[QueueApi], Awaitable[T]]) -> T:
         raise RelaxError("the queue", why=f"the run is {status.status}")
 
     async def run() -> T:
-        client = Client(address, make_hello(status.run_id, Incarnation("cli/0", 0)))
+        client = RpcClient(address, make_hello(status.run_id, Incarnation("cli/0", 0)))
         try:
             return await call(client.bind(QueueApi, timeout_s=CALL_TIMEOUT_S))
         finally:

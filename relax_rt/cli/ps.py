@@ -44,7 +44,7 @@ from relax_rt.transport.base.versions import VersionRecord, VersionTree
 from relax_rt.transport.queue.ledger.messages import ProgressReport
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, make_hello
+from relax_rt.transport.rpc.rpc import RpcClient, make_hello
 
 CALL_TIMEOUT_S = 1.0
 LOOK_BACK_BYTES = 256 << 10
@@ -198,7 +198,7 @@ def _read_registry(status: RunStatus) -> tuple[Changes | None, list[VersionRecor
         return None, []
 
     async def read() -> tuple[Changes, list[VersionRecord]]:
-        client = Client(address, make_hello(status.run_id, Incarnation("cli/0", 0)))
+        client = RpcClient(address, make_hello(status.run_id, Incarnation("cli/0", 0)))
         try:
             registry = client.bind(RegistryApi, timeout_s=CALL_TIMEOUT_S)
             return await registry.watch(0, 0.0), await registry.versions()

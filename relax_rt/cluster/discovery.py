@@ -30,7 +30,7 @@ from relax_rt.supervision.rundir import slot_file
 from relax_rt.transport.rpc.client import DEFAULT_WINDOW
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, CurveKeys, make_hello
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcClient, make_hello
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class RunDiscovery:
         self._hello = make_hello(run_id, Incarnation(f"{name}/{os.getpid()}", 0))
         self._find = find
         self._curve = curve
-        self._clients: dict[str, Client] = {}
+        self._clients: dict[str, RpcClient] = {}
         self.registry = self._client(REGISTRY_SLOT).bind(RegistryApi, timeout_s=CALL_TIMEOUT_S)
         self._directory = Directory(self._client, self.registry)
 
@@ -76,13 +76,13 @@ class RunDiscovery:
         for client in self._clients.values():
             await client.close()
 
-    def _client(self, slot: str) -> Client:
+    def _client(self, slot: str) -> RpcClient:
         if slot not in self._clients:
 
             async def find() -> str:
                 return await self._find(slot)
 
-            self._clients[slot] = Client(find, self._hello, curve=self._curve)
+            self._clients[slot] = RpcClient(find, self._hello, curve=self._curve)
         return self._clients[slot]
 
 

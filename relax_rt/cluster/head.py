@@ -72,7 +72,7 @@ from relax_rt.supervision.supervisor import InvalidTransition, Supervisor
 from relax_rt.supervision.system_roles import AGENT_SLOT, SystemRoles
 from relax_rt.transport.rpc.errors import Refused, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Server, make_hello
+from relax_rt.transport.rpc.rpc import RpcServer, make_hello
 
 TICK_S = 0.1
 STATE_EVERY_S = 0.25
@@ -172,7 +172,7 @@ class HeadAgent:
         self._local.prepare()
         if self._keeper_pid:
             self._local.watch_keeper(self._keeper_pid)
-        server = Server(make_hello(self.paths.run_id, Incarnation(AGENT_SLOT, 0)))
+        server = RpcServer(make_hello(self.paths.run_id, Incarnation(AGENT_SLOT, 0)))
         server.offer(AgentApi, self)
         server.offer(WhereApi, self)
         await server.listen(f"unix://{self.paths.agent_socket}")
@@ -488,7 +488,7 @@ class HeadAgent:
         if fault := failure_of(task, self._events):
             self.post(KillRequested(f"fault of the supervisor: {fault}"))
 
-    async def _close(self, server: Server, done: RunDone) -> None:
+    async def _close(self, server: RpcServer, done: RunDone) -> None:
         status = self._end_asked or ("finished" if done.exit_code == 0 else "failed")
         if self._end_asked and done.diagnosis is not None:
             status = "failed"

@@ -35,7 +35,7 @@ from relax_rt.transport.rpc.backoff import Backoff, BackoffPolicy
 from relax_rt.transport.rpc.channel import parse_address
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, make_hello
+from relax_rt.transport.rpc.rpc import RpcClient, make_hello
 
 JOIN_TIMEOUT_S = 5.0
 LEAVE_TIMEOUT_S = 1.0
@@ -174,7 +174,7 @@ class Joiner:
 
     @asynccontextmanager
     async def _head(self, epoch: int, timeout_s: float) -> AsyncIterator[HeadApi]:
-        client = Client(
+        client = RpcClient(
             self._request.head, make_hello(HELLO_NAME, Incarnation(f"{self._request.name}/0", epoch)), curve=self._keys
         )
         try:

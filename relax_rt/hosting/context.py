@@ -29,7 +29,7 @@ from relax_rt.transport.memory.payload_fetcher import Fetcher
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, Server, make_hello
+from relax_rt.transport.rpc.rpc import RpcClient, RpcServer, make_hello
 
 T = TypeVar("T")
 
@@ -204,8 +204,8 @@ class HostContext:
         self._socket_dir = host.socket_dir
         self._control = control
         self._hello = make_hello(self.run_id, who)
-        self._clients: dict[str, Client] = {}
-        self._server: Server | None = None
+        self._clients: dict[str, RpcClient] = {}
+        self._server: RpcServer | None = None
         self._resolver = AddressResolver(host.socket_dir, self._hello) if self._links else None
         self.remote = ""
         self._events = EventLog(run_dir, str(who))
@@ -245,7 +245,7 @@ class HostContext:
         if self.address:
             raise RelaxError(f"{self.who} offers {api.__name__} too late", hint="call ctx.serve in setup")
         if self._server is None:
-            self._server = Server(self._hello, curve=self._links.keys if self._links else None)
+            self._server = RpcServer(self._hello, curve=self._links.keys if self._links else None)
         self._server.offer(api, implementation)
         if max_calls is not None:
             self._server.max_calls = min(self._server.max_calls, max_calls)
@@ -300,14 +300,14 @@ class HostContext:
             self._events.close()
             self._metrics.close()
 
-    def _client(self, slot: str) -> Client:
+    def _client(self, slot: str) -> RpcClient:
         if slot not in self._clients:
             if self._links is None or self._resolver is None:
-                client = Client(f"unix://{self._socket_dir / slot_file(slot, '.sock')}", self._hello)
+                client = RpcClient(f"unix://{self._socket_dir / slot_file(slot, '.sock')}", self._hello)
             else:
                 # A slot may move between nodes: its address is resolved before every connect.
                 find = functools.partial(self._resolver.resolve, slot)
-                client = Client(find, self._hello, curve=self._links.keys, slot=slot)
+                client = RpcClient(find, self._hello, curve=self._links.keys, slot=slot)
             self._clients[slot] = client
         return self._clients[slot]
 
@@ -324,7 +324,7 @@ class RegistryLease:
     newer incarnation holds the slot, and this one must end.
     """
 
-    def __init__(self, ctx: HostContext, client: Client) -> None:
+    def __init__(self, ctx: HostContext, client: RpcClient) -> None:
         self._ctx = ctx
         self._ttl_s = ctx.config.supervision.lease_s
         self._registry = client.bind(RegistryApi, timeout_s=min(self._ttl_s, CALL_TIMEOUT_S))

@@ -20,7 +20,7 @@ from relax_rt.interfaces.agent import AgentApi, NodeStatus, RunStatus
 from relax_rt.supervision.rundir import RUNNING, RunPaths, owner_lives, read_run
 from relax_rt.transport.rpc.errors import RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, make_hello
+from relax_rt.transport.rpc.rpc import RpcClient, make_hello
 
 T = TypeVar("T")
 CALL_TIMEOUT_S = 5.0
@@ -191,7 +191,7 @@ def _final(run: FoundRun) -> RunStatus:
 def _ask(run: FoundRun, call: Callable[[AgentApi], Awaitable[T]]) -> T:
     async def ask() -> T:
         hello = make_hello(run.paths.run_id, Incarnation("cli/0", 0))
-        client = Client(f"unix://{run.paths.agent_socket}", hello)
+        client = RpcClient(f"unix://{run.paths.agent_socket}", hello)
         try:
             return await call(client.bind(AgentApi, timeout_s=CALL_TIMEOUT_S))
         finally:

@@ -15,7 +15,7 @@ from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.rpc.backoff import BackoffPolicy
 from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, make_hello
+from relax_rt.transport.rpc.rpc import RpcClient, make_hello
 
 AGENT_SLOT = "agent/0"
 CALL_TIMEOUT_S = 5.0
@@ -36,7 +36,7 @@ class SystemRoles:
         self._paths = paths
         self._has_registry, self._has_queue = has_registry, has_queue
         self._log = structlog.get_logger()
-        self._clients: list[Client] = []
+        self._clients: list[RpcClient] = []
         self._registry: RegistryApi | None = None
         self._last_epoch = 0
         self.policy_versions: dict[str, int] = {}
@@ -133,8 +133,8 @@ class SystemRoles:
             self._registry = client.bind(RegistryApi, timeout_s=CALL_TIMEOUT_S)
         return self._registry
 
-    def _client(self, slot: str, who: Incarnation) -> Client:
+    def _client(self, slot: str, who: Incarnation) -> RpcClient:
         address = f"unix://{self._paths.socket_dir / slot_file(slot, '.sock')}"
-        client = Client(address, make_hello(self._paths.run_id, who), backoff=RECONNECT)
+        client = RpcClient(address, make_hello(self._paths.run_id, who), backoff=RECONNECT)
         self._clients.append(client)
         return client

@@ -1,7 +1,7 @@
-"""Serves an engine to the routers of the run, beside the work that the engine's owner has for it.
+"""Serves an engine to the routers of the run, beside the requests of the engine's owner.
 
 The first update of a stream says whether the engine accepts the sequence. Then come tokens, and at least every `BEAT_S`
-an update without tokens as a heartbeat. Whoever closes the stream has the sequence ended.
+an update without tokens as a heartbeat. Closing the stream ends the sequence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from relax_rt.roles.rollout.router.interface import (
 )
 
 FIRST_REQUEST = 1 << 48
-"""Request numbers of this service begin here: those of the engine's owner lie below."""
+"""Request numbers of this service begin here; those of the engine's owner are lower."""
 BEAT_S = 0.5
 MAX_REQUESTS = 64
 
@@ -33,14 +33,14 @@ MAX_REQUESTS = 64
 def admissible(version: int, allowed: Sequence[int]) -> bool:
     """Whether an engine at this version may begin a request.
 
-    The engine checks it again, since the router's word is as old as its news, and a new incarnation may have answered
-    at the old one's address: without weights it is at version 0.
+    The engine checks it again, because the router may not know its latest version, and because a new incarnation may
+    answer at the old one's address: without weights it is at version 0.
     """
     return version in allowed or version > max(allowed)
 
 
 class _OpenSequence:
-    """A sequence of a caller: what the engine made of it and the caller has not read yet."""
+    """A sequence of a caller, with the chunks that the caller has not read yet."""
 
     def __init__(self) -> None:
         self.chunks: list[Chunk] = []
@@ -48,13 +48,13 @@ class _OpenSequence:
         self.ended = False
 
     def add(self, chunk: Chunk) -> None:
-        """Bounded by the sequence's length: a caller that reads slowly gets more at a time."""
+        """Add a chunk. Bounded by the sequence's length: a slow caller gets more at a time."""
         self.chunks.append(chunk)
         self.ended = self.ended or bool(chunk.finish_reason)
         self.changed.set()
 
     def take(self, report: EngineReport) -> SequenceUpdate:
-        """All of it, as one update."""
+        """Return all chunks as one update."""
         chunks, self.chunks = self.chunks, []
         self.changed.clear()
         if not chunks:
@@ -76,7 +76,7 @@ class GenerationService:
 
     Args:
         epoch: of the process. engine: what generates.
-        stopping: set when the process is asked to end: its sequences continue elsewhere.
+        stopping: set when the process is asked to stop: its sequences continue elsewhere.
         cap: bounds the sequences accepted from routers by the use of the KV cache.
     """
 
@@ -97,7 +97,7 @@ class GenerationService:
         self.accepted = self.rejected = self.tokens = 0
 
     def statistics(self) -> dict[str, int]:
-        """Sequences accepted and rejected, tokens delivered, sequences running."""
+        """Count sequences accepted and rejected, tokens delivered, and sequences running."""
         return {
             "accepted": self.accepted,
             "rejected": self.rejected,
@@ -106,7 +106,7 @@ class GenerationService:
         }
 
     def pause(self, why: str) -> None:
-        """Abort what runs, which goes back to the callers with its tokens, and accept nothing until `resume`."""
+        """Abort running sequences, whose callers keep the tokens, and accept none until `resume`."""
         self._paused = why
         for number in list(self._open):
             self._engine.abort(number)
@@ -116,7 +116,7 @@ class GenerationService:
         self._paused = ""
 
     def take_chunks(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Take the chunks of this service's sequences out of the engine's; the rest is its owner's."""
+        """Take the chunks of this service's sequences; return the rest, which are of the owner's."""
         others = []
         for chunk in chunks:
             if chunk.request < FIRST_REQUEST:
@@ -125,7 +125,7 @@ class GenerationService:
                 self.tokens += len(chunk.tokens)
                 one.add(chunk)
                 if one.ended:
-                    # The engine's slot is free from now on and reports must say so, whenever the caller reads.
+                    # The engine's slot is free from now on; reports must say so even if the caller reads later.
                     del self._open[chunk.request]
         return others
 
@@ -136,7 +136,7 @@ class GenerationService:
     async def generate(self, request: SequenceRequest) -> AsyncIterator[SequenceUpdate]:
         """Generate one sequence."""
         if request.media and (image_processor := self._engine.image_processor) is not None:
-            # Processed in a thread here; the engine then finds the images' features ready.
+            # Processed in a thread here; the engine then finds the images' features cached.
             await asyncio.to_thread(image_processor.check, request.prompt, request.media)
         if why := self._rejection(request):
             self.rejected += 1
@@ -146,9 +146,26 @@ class GenerationService:
         self._open[number] = one
         try:
             try:
-                self._engine.submit([_group_request(number, request)])
+                partial = None
+                if request.tokens:
+                    versions = tuple(request.versions)
+                    partial = Partial(tuple(request.tokens), tuple(request.logprobs), versions, request.rows)
+                group = GroupRequest(
+                    id=number,
+                    prompt=tuple(request.prompt),
+                    seeds=(request.seed,),
+                    temperature=request.temperature,
+                    max_new_tokens=request.max_new_tokens,
+                    stop_ids=frozenset(request.stop_ids),
+                    partials=(partial,),
+                    chunk_tokens=request.chunk_tokens,
+                    routing=request.routing,
+                    rows_from=request.rows_from,
+                    media=tuple(request.media),
+                )
+                self._engine.submit([group])
             except EngineEnded:
-                # Not the request's fault: another engine may take it.
+                # Not the request's fault: another engine may serve it.
                 self.rejected += 1
                 one.ended = True
                 del self._open[number]
@@ -168,7 +185,7 @@ class GenerationService:
                 self._engine.abort(number)
 
     async def _next(self, one: _OpenSequence, ends_at: float) -> SequenceUpdate:
-        """What there is within a heartbeat."""
+        """Return what arrives within a heartbeat."""
         left_s = ends_at - time.monotonic()
         try:
             # Not wait_for, which swallows a cancellation that arrives together with the result.
@@ -176,7 +193,7 @@ class GenerationService:
                 await one.changed.wait()
         except TimeoutError:
             if left_s <= self._beat_s and not one.chunks:
-                # The caller's deadline, which it watches itself.
+                # The caller's deadline, which the caller watches as well.
                 return SequenceUpdate(finish_reason="abort", report=self._report())
         if self._stopping.is_set() and not one.ended:
             return msgspec.structs.replace(one.take(self._report()), rejected="stopping")
@@ -210,26 +227,8 @@ class GenerationService:
         )
 
 
-def _group_request(number: int, request: SequenceRequest) -> GroupRequest:
-    had = (tuple(request.tokens), tuple(request.logprobs), tuple(request.versions), request.rows)
-    partial = Partial(*had) if request.tokens else None
-    return GroupRequest(
-        id=number,
-        prompt=tuple(request.prompt),
-        seeds=(request.seed,),
-        temperature=request.temperature,
-        max_new_tokens=request.max_new_tokens,
-        stop_ids=frozenset(request.stop_ids),
-        partials=(partial,),
-        chunk_tokens=request.chunk_tokens,
-        routing=request.routing,
-        rows_from=request.rows_from,
-        media=tuple(request.media),
-    )
-
-
 def serve_generation(ctx: RoleContext, engine: Engine, max_requests: int = MAX_REQUESTS) -> GenerationService:
-    """Offer Generation at a role's address; call it in setup, and pass the engine's chunks through `take_chunks`."""
+    """Serve Generation at a role's address. Call it in setup, and pass the engine's chunks through `take_chunks`."""
     service = GenerationService(ctx.who.epoch, engine, ctx.stopping, EngineCap(CapLimits(most=max_requests)))
     ctx.serve(Generation, service)
     return service

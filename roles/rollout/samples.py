@@ -1,4 +1,4 @@
-"""From what an engine sampled to what the queue gets."""
+"""Converts completions of an engine to samples for the queue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SampleMaker:
 
     Args:
         engine: slot and epoch, for the sample's meta.
-        routing: what routing rows look like; None: completions have none.
+        routing: shape of the routing rows; None: completions have none.
         has_vision: the model takes images, of which prompts of data have none.
     """
 
@@ -43,16 +43,16 @@ class SampleMaker:
         self._temperature, self._max_new_tokens, self._engine = temperature, max_new_tokens, engine
 
     def origin(self, ticket: Ticket) -> bytes:
-        """What a completion of the ticket's prompt depends on besides weights and seed: see Mark."""
+        """Digest what a completion of the ticket's prompt depends on besides weights and seed; see PartialChunk."""
         digest = xxhash.xxh3_128(np.array(self._source.prompt(ticket.prompt, ticket.item).tokens, np.int32).tobytes())
         digest.update(f"{self._temperature!r} {self._tokenizer.tokenizer_digest}".encode())
         return digest.digest()
 
     def make(self, group: ActiveGroup, completion: Completion) -> Sample:
-        """The sample of a finished member.
+        """Return the sample of a finished member.
 
         Raises:
-            Refused: it has not the routing rows that were asked for.
+            Refused: routing rows are missing.
         """
         ticket, member = group.ticket, group.member(completion.member)
         item = self._source.prompt(ticket.prompt, ticket.item)
@@ -98,15 +98,15 @@ class SampleMaker:
 
 
 def as_put(sample: Sample) -> NewSample:
-    """As the queue's client takes it."""
+    """Return a sample in the form of the queue's client."""
     key = SampleKey(sample.meta.group, sample.meta.member)
     return NewSample(key, generated_columns(sample), sample.versions)
 
 
 def made_record(slot: str, made: list[tuple[ActiveGroup, Completion, Sample]]) -> dict[str, Any]:
-    """Our own word of what we made, apart from the queue's: the checker holds the trainer's records against it.
+    """Return this rollout's own record of its samples, which the chaos checker compares with the trainer's.
 
-    resumed: of samples that another ticket began, how many tokens, and the digest of these and their
+    resumed: for samples that another ticket started, the number of its tokens, and the digest of these and their
     log-probabilities as they are in the finished sample.
     """
     record: dict[str, Any] = {
@@ -115,15 +115,15 @@ def made_record(slot: str, made: list[tuple[ActiveGroup, Completion, Sample]]) -
         "samples": [(_name(s), content_digest(s), sorted({span.version for span in s.versions})) for _, _, s in made],
         "prompts": {s.meta.group: s.meta.prompt for _, _, s in made},
     }
-    begun: dict[str, tuple[int, str]] = {}
+    resumed: dict[str, tuple[int, str]] = {}
     for group, completion, sample in made:
         partial = group.request.partial(completion.member)
         if partial is not None:
             count, start = len(partial.tokens), len(sample.tokens) - len(completion.tokens)
             digest = xxhash.xxh3_64(sample.tokens[start : start + count].tobytes())
             digest.update(sample.behaviour_logprobs[start : start + count].tobytes())
-            begun[_name(sample)] = (count, digest.hexdigest())
-    return {**record, "resumed": begun} if begun else record
+            resumed[_name(sample)] = (count, digest.hexdigest())
+    return {**record, "resumed": resumed} if resumed else record
 
 
 def _name(sample: Sample) -> str:

@@ -1,4 +1,4 @@
-"""Groups that a rollout works on: tickets, what the engine has sampled for them, what of that the queue has. Pure.
+"""Groups that a rollout works on: tickets, what the engine has sampled, and what of it the queue has. Pure.
 
 A group is a ticket in the engine. Each of its members ends in one of three ways: it is put on the queue; it is aborted
 and its group released, tokens kept; or the group is dropped, because the queue gave it to others.
@@ -18,9 +18,9 @@ ABORTED = "abort"
 """Finish reason of a member that the engine stopped before its end."""
 TOKEN_BYTES = 4
 MAX_DOUBLINGS = 16
-"""Upper limit of the back-off after the queue had no room: how often the required growth of a member doubles."""
+"""Limit of the back-off after the queue had no room: how often the required growth of a member doubles."""
 CHUNK_BYTES = 1 << 18
-"""Size of one chunk of a partial completion, about. Longer ones are cut up; the queue keeps what it has room for."""
+"""Approximate size of a chunk of a partial completion. Longer ones are split; the queue keeps what it has room for."""
 
 
 @dataclass(eq=False)
@@ -31,9 +31,9 @@ class ActiveGroup:
         origin: see PartialChunk.
         saved: tokens that the queue holds, by place in the request.
         refused: by place, where the queue kept less than it was sent: how often in a row, and the tokens then.
-        running: places that the engine works on. aborted: completions of those that it was stopped at.
+        running: places that the engine works on. aborted: completions of those that were aborted.
         unput: members that are finished and not yet on the queue.
-        ending: why it is released; empty while it is worked on. taken: the chunks of what was aborted were taken.
+        ending: why it is released; empty while it is active. taken: the chunks of its aborted members were taken.
     """
 
     number: int
@@ -49,18 +49,18 @@ class ActiveGroup:
     taken: bool = False
 
     def member(self, place: int) -> int:
-        """A place's number in the group."""
+        """Return the number in the group of a place in the request."""
         return self.ticket.wanted()[place]
 
     @property
     def is_settled(self) -> bool:
-        """Whether the engine has nothing of it any more, and the queue has all that is finished."""
+        """Whether the engine has no member of it any more, and the queue has all finished ones."""
         return not self.running and not self.unput
 
 
 @dataclass(frozen=True)
 class DuePartial:
-    """A chunk of a partial completion to be saved, and whose it is."""
+    """A chunk of a partial completion to save, and its member."""
 
     group: ActiveGroup
     place: int
@@ -108,7 +108,7 @@ class RolloutWork:
         return group
 
     def on_chunks(self, chunks: Iterable[Chunk]) -> None:
-        """Take over what the engine sampled."""
+        """Apply chunks of the engine."""
         for chunk in chunks:
             group = self.groups.get(chunk.request)
             if group is None or chunk.member not in group.running:
@@ -127,31 +127,32 @@ class RolloutWork:
                 self._finished.append((group, completion))
 
     def _is_due(self, group: ActiveGroup, place: int, length: int) -> bool:
-        """Whether a member is to be saved. One that the queue had no room for is tried again after twice the growth."""
+        """Whether a member must be saved. One that the queue had no room for is retried after twice the growth."""
         times, at = group.refused.get(place, (1, group.saved[place]))
         return self._every > 0 and length - at >= self._every << (times - 1)
 
     # --- finished members
 
     def take_finished(self) -> list[tuple[ActiveGroup, Completion]]:
-        """Take the finished members of groups that are still worked on; `put` confirms that the queue has them."""
+        """Take the finished members of active groups; `put` confirms that the queue has them."""
         finished, self._finished = self._finished, []
         return [(group, completion) for group, completion in finished if group.number in self.groups]
 
-    def put(self, done: Iterable[tuple[ActiveGroup, Completion]]) -> bool:
-        """Note that the queue has these. True if a group ended with them."""
-        ended = False
+    def put(self, done: Iterable[tuple[ActiveGroup, Completion]]) -> None:
+        """Note that the queue has these members."""
         for group, _ in done:
             group.unput -= 1
-            if group.is_settled and not group.aborted and self.groups.pop(group.number, None) is not None:
-                ended = True
-        return ended
+            if group.is_settled and not group.aborted:
+                self.groups.pop(group.number, None)
 
     # --- partial completions
 
     def take_due(self) -> list[DuePartial]:
-        """Take the chunks to save now: of members that have grown enough, and the rest of groups that are released."""
-        due = [one for (_, place), group in self._due.items() for one in self._probe(group, place)]
+        """Take the chunks to save now: of members that have grown enough, and all of released groups."""
+        due: list[DuePartial] = []
+        for (_, place), group in self._due.items():
+            # Where the queue had no room only the first chunk, to see whether it has room now.
+            due += islice(self._chunks(group, place), 1 if place in group.refused else None)
         self._due.clear()
         for group in self.groups.values():
             if group.aborted and group.is_settled and not group.taken:
@@ -160,7 +161,7 @@ class RolloutWork:
         return due
 
     def take_all(self) -> list[DuePartial]:
-        """Chunks of everything unfinished, as far as it is known: the engine has ended, or is not waited for."""
+        """Return chunks of everything unfinished, as far as it is known: the engine has ended."""
         places = ((group, place) for group in self.groups.values() for place in range(len(group.saved)))
         return [one for group, place in places for one in self._chunks(group, place)]
 
@@ -173,11 +174,6 @@ class RolloutWork:
             for group, place in places
         )
         return sum(max(0, len(one.tokens) - group.saved[place]) for group, place, one in had if one is not None)
-
-    def _probe(self, group: ActiveGroup, place: int) -> Iterator[DuePartial]:
-        """The chunks of a member; only the first where the queue had no room, to see whether it has room now."""
-        chunks = self._chunks(group, place)
-        return islice(chunks, 1) if place in group.refused else chunks
 
     def _chunks(self, group: ActiveGroup, place: int) -> Iterator[DuePartial]:
         had = group.aborted.get(place) or self._assembly.had(group.number, place)
@@ -193,7 +189,7 @@ class RolloutWork:
             yield DuePartial(group, place, partial)
 
     def saved(self, due: Sequence[DuePartial], held: Sequence[int]) -> None:
-        """Note how many tokens of each member the queue holds, and back off where it had no room."""
+        """Note how many tokens of each member the queue holds; back off where it had no room."""
         lengths: dict[tuple[int, int], int] = {}
         for one, tokens in zip(due, held, strict=True):
             wanted = one.chunk.start + len(one.chunk.tokens) // TOKEN_BYTES
@@ -211,25 +207,25 @@ class RolloutWork:
     # --- other ends
 
     def release(self, numbers: Iterable[int], why: str) -> list[int]:
-        """Stop these groups, for others to resume; returns the numbers that the engine must abort."""
+        """Release these groups; return the request numbers that the engine must abort."""
         stopping = [group for n in numbers if (group := self.groups.get(n)) is not None and not group.ending]
         for group in stopping:
             group.ending = why
         return [group.number for group in stopping]
 
     def interrupted(self) -> list[ActiveGroup]:
-        """Groups of which the engine aborted members on its own: they must be released."""
+        """Return groups of which the engine aborted members on its own: they must be released."""
         return [group for group in self.groups.values() if group.aborted and not group.ending]
 
     def take_released(self) -> list[ActiveGroup]:
-        """Take the groups whose tokens the queue has, as far as it keeps them: they must be given back to it."""
+        """Take the released groups whose tokens the queue has: their tickets must be released."""
         over = [group for group in self.groups.values() if group.ending and group.is_settled and group.taken]
         for group in over:
             self._forget(group.number)
         return over
 
     def drop(self, groups: Sequence[int]) -> list[int]:
-        """Forget groups that the queue gave to others or dropped; returns the numbers that the engine must abort."""
+        """Drop groups that the queue gave to others or dropped; return the requests that the engine must abort."""
         numbers = [number for number, group in self.groups.items() if group.ticket.group in groups]
         for number in numbers:
             self._forget(number)
@@ -245,8 +241,8 @@ class RolloutWork:
 def resumable(
     found: PartialCompletion | None, origin: bytes, max_new_tokens: int, stop_ids: frozenset[int], row_bytes: int = 0
 ) -> Partial | None:
-    """The part of a partial completion that generation can resume: of the same prompt and temperature, not ended, and
-    with routing rows where they are wanted; None: nothing."""
+    """Return the partial that generation can resume: of the same prompt and temperature, not ended, and with routing
+    rows if they are recorded; None: there is none."""
     if found is None or found.origin != origin or not 0 < len(found.tokens) < max_new_tokens:
         return None
     if not stop_ids.isdisjoint(found.tokens) or (row_bytes and len(found.rows) != row_bytes * len(found.tokens)):
@@ -263,7 +259,7 @@ def partials_of(
     stop_ids: frozenset[int],
     row_bytes: int = 0,
 ) -> tuple[Partial | None, ...]:
-    """The partials of a request, in the order of the ticket's members."""
+    """Return the partials of a request, in the order of the ticket's members."""
     keys = [SampleKey(ticket.group, member) for member in ticket.wanted()]
     partials = tuple(resumable(found.get(key), origin, max_new_tokens, stop_ids, row_bytes) for key in keys)
     return partials if any(partials) else ()

@@ -16,7 +16,7 @@ from relax_rt.interfaces.registry import Member, RegistryApi
 from relax_rt.supervision import control
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, make_hello
+from relax_rt.transport.rpc.rpc import RpcClient, make_hello
 
 pytestmark = pytest.mark.integration
 T = TypeVar("T")
@@ -26,7 +26,7 @@ LEASE = "[supervision]\nlease_s = 0.6\n"
 def ask(run: LiveRun, call: Callable[[Any], Awaitable[T]], slot: str = "registry-0", api: type = RegistryApi) -> T:
     async def go() -> T:
         hello = make_hello(run.paths.run_id, Incarnation("test/0", 0))
-        client = Client(f"unix://{run.paths.socket_dir / slot}.sock", hello)
+        client = RpcClient(f"unix://{run.paths.socket_dir / slot}.sock", hello)
         try:
             return await call(client.bind(api, timeout_s=120))
         finally:

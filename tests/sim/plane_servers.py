@@ -234,10 +234,10 @@ class Broker(SimBroker):
         ledger = self.ledger
         assert ledger is not None
         now = self.now()
-        verdict = self.pauses.look(now)
+        verdict = self.pauses.check(now)
         if verdict == "restart":
             ledger.restart_deadlines(now)
-        elif verdict == "judge" and (lapse := ledger.due(now)) is not None:
+        elif verdict == "expire" and (lapse := ledger.due(now)) is not None:
             self._judge(lapse)
             self.apply(lapse)
         if len(self.journal) > 200:

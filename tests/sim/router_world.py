@@ -173,7 +173,7 @@ class Checker:
                     ACCOUNT, f"{slot}#{engine.epoch} has {have}, its sequences are {[request.number for request in at]}"
                 )
         waiting = sum(core._waiting.by_lag().values())
-        if waiting != len(core.requests) - len(placed) or len(core._loads._of) != len(placed):
+        if waiting != len(core.requests) - len(placed) or len(core._loads._noted) != len(placed):
             self.found(ACCOUNT, f"{len(core.requests)} requests, {len(placed)} placed, {waiting} waiting")
 
 

@@ -117,7 +117,7 @@ ABLATIONS: dict[str, tuple[Any, set[str]]] = {
     "queue: epochs": (patch.object(Callers, "check", lambda *_: None), {HEARD}),
     "stage: epochs": (patch.object(Stage, "fence", lambda *_: None), {HEARD}),
     "registry and queue: no judgement after a pause": (
-        patch.object(PauseDetector, "look", lambda *_: "judge"),
+        patch.object(PauseDetector, "check", lambda *_: "expire"),
         {LAPSED},
     ),
     "registry: durable before the answer": (patch.object(Registry, "_flush", answer_first), {EPOCHS, VERSIONS}),

@@ -16,7 +16,7 @@ import relax_rt.cluster.discovery
 from relax_rt.actors import Actor, idempotent, tell
 from relax_rt.actors.directory import Directory
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server, make_hello
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcClient, RpcServer, make_hello
 
 RUN_ID = "bench000"
 AT_ONCE = 64
@@ -97,7 +97,7 @@ class _Stand:
 
     def __init__(self, keys: CurveKeys) -> None:
         self.who = Incarnation("scorer/0", 1)
-        self.server = Server(make_hello(RUN_ID, self.who), curve=keys)
+        self.server = RpcServer(make_hello(RUN_ID, self.who), curve=keys)
 
     def serve(self, api: type, implementation: Any, *, max_calls: int | None = None) -> None:
         self.server.offer(api, implementation)
@@ -115,7 +115,7 @@ async def serve_curve(keys: CurveKeys, address_file: Path) -> None:
 @contextlib.asynccontextmanager
 async def over_curve(keys: CurveKeys, address: str) -> AsyncIterator[Caller]:
     """Our actor over encrypted TCP."""
-    client = Client(address, make_hello(RUN_ID, Incarnation("bench/0", 2)), curve=keys)
+    client = RpcClient(address, make_hello(RUN_ID, Incarnation("bench/0", 2)), curve=keys)
     directory = Directory(lambda slot: client, None)
     yield OurCaller(directory.actor("scorer/0", Scorer))
     await client.close()

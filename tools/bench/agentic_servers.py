@@ -44,7 +44,7 @@ from relax_rt.roles.rollout.router.router import Router
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, Server, make_hello
+from relax_rt.transport.rpc.rpc import RpcClient, RpcServer, make_hello
 
 RUN = "be9c0001"
 ENGINE, TRAINER, CALLER = Incarnation("rollout/0", 1), Incarnation("trainer/0", 2), Incarnation("gateway/0", 3)
@@ -104,7 +104,7 @@ async def engine(path: str, slots: int, median_s: float, stack: AsyncExitStack) 
     script = ScriptedEngine(made)
     cap = EngineCap(CapLimits(most=slots))
     script.service = GenerationService(ENGINE.epoch, cast(Any, script), asyncio.Event(), cap)
-    server = Server(make_hello(RUN, ENGINE))
+    server = RpcServer(make_hello(RUN, ENGINE))
     server.offer(Generation, script.service)
     await server.listen(f"unix://{path}")
     stack.push_async_callback(server.close, grace_s=0.0)
@@ -128,7 +128,7 @@ class Fleet:
         self._core.announce(ENGINE, 1, self._address, LEASE_S, 0.0)
         self._core.renew(ENGINE, "ready", 0, "", VERSION, 0.0)
         self.registry = cast(RegistryApi, self)
-        self.clients: list[Client] = []
+        self.clients: list[RpcClient] = []
         self._directory = Directory(self._client, self.registry)
 
     def actor(self, name: str, api: type, *, timeout_s: float) -> Any:
@@ -151,11 +151,11 @@ class Fleet:
         for client in self.clients:
             await client.close()
 
-    def _client(self, slot: str) -> Client:
+    def _client(self, slot: str) -> RpcClient:
         async def find() -> str:
             return self._address
 
-        self.clients.append(Client(find, make_hello(RUN, CALLER)))
+        self.clients.append(RpcClient(find, make_hello(RUN, CALLER)))
         return self.clients[-1]
 
 

@@ -32,7 +32,7 @@ from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.ledger.messages import QueueStats
 from relax_rt.transport.rpc.errors import RelaxError
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, make_hello
+from relax_rt.transport.rpc.rpc import RpcClient, make_hello
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE.parent.parent / "tests/tiny_job/roles.toml"
@@ -193,9 +193,9 @@ class Asking:
 
     def __init__(self, status: RunStatus | None, slot: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._client: Client | None = None
+        self._client: RpcClient | None = None
         if status is not None:
-            self._client = Client(address_of(status, slot), make_hello(status.run_id, Incarnation("cli/0", 0)))
+            self._client = RpcClient(address_of(status, slot), make_hello(status.run_id, Incarnation("cli/0", 0)))
 
     def stats(self) -> QueueStats | None:
         """The queue's numbers; None when it does not answer."""
@@ -297,7 +297,9 @@ class Probe:
     async def _ask(self) -> bool:
         if self._status is None:
             return False
-        client = Client(address_of(self._status, self._slot), make_hello(self._status.run_id, Incarnation("cli/0", 0)))
+        client = RpcClient(
+            address_of(self._status, self._slot), make_hello(self._status.run_id, Incarnation("cli/0", 0))
+        )
         try:
             bound = client.bind(self.api, timeout_s=PROBE_TIMEOUT_S)
             await (bound.versions() if self._slot == "registry/0" else bound.stats())

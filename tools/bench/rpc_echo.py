@@ -28,7 +28,7 @@ import zmq
 import zmq.asyncio
 
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, Server, idempotent, make_hello
+from relax_rt.transport.rpc.rpc import RpcClient, RpcServer, idempotent, make_hello
 
 RUN_ID = "bench000"
 SIZES = {"64 B": 64, "64 KiB": 64 * 1024}
@@ -53,7 +53,7 @@ class EchoImpl:
 async def serve(variant: str, path: str) -> None:
     """Serve until killed; the socket file appears when it is ready."""
     if variant in (OURS_UNIX, OURS_ZMQ):
-        server = Server(make_hello(RUN_ID, Incarnation("echo/0", 1)))
+        server = RpcServer(make_hello(RUN_ID, Incarnation("echo/0", 1)))
         server.offer(EchoApi, EchoImpl())
         await server.listen(address_of(variant, path))
         await asyncio.Event().wait()
@@ -84,7 +84,7 @@ async def echo_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 async def connected(variant: str, path: str) -> AsyncIterator[Echo]:
     """An echo function on one standing connection."""
     if variant in (OURS_UNIX, OURS_ZMQ):
-        client = Client(address_of(variant, path), make_hello(RUN_ID, Incarnation("bench/0", 2)))
+        client = RpcClient(address_of(variant, path), make_hello(RUN_ID, Incarnation("bench/0", 2)))
         yield client.bind(EchoApi, timeout_s=30.0).echo
         await client.close()
     elif variant == RAW_ZMQ:

@@ -186,7 +186,7 @@ class Watcher:
         self.outages: list[float] = []
         self.now = ""
         self._outage: asyncio.Task[None] | None = None
-        self._client = rpc.Client(self._address, rpc.make_hello(RUN_ID, Incarnation("watcher/0", 0)))
+        self._client = rpc.RpcClient(self._address, rpc.make_hello(RUN_ID, Incarnation("watcher/0", 0)))
         self.api = self._client.bind(QueueApi, timeout_s=20.0)
 
     async def _address(self) -> str:

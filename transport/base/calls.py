@@ -144,7 +144,6 @@ class NumberedCalls:
         raise error
 
     def statistics(self) -> CallStatistics:
-        """Current statistics."""
         return CallStatistics(self._seq, self._resent, len(self._unanswered))
 
 
@@ -218,13 +217,11 @@ class WaitingCalls:
             count.total_s += self._clock() - one.since
 
     def touch(self, topics: Iterable[str]) -> None:
-        """Wake the calls that wait on these topics."""
         for topic in topics:
             for waiter in self._waiters.pop(topic, {}).values():
                 _wake(waiter)
 
     def touch_all(self) -> None:
-        """Wake all calls."""
         self.touch(list(self._waiters))
 
     def __len__(self) -> int:

@@ -20,7 +20,7 @@ from relax_rt.transport.rpc.channel import UNIX_PATH_MAX_BYTES
 from relax_rt.transport.rpc.errors import Corrupt, Refused
 
 RUN_ID = "queue"
-"""Run id in the greeting of peers that belong to no run; the folder's permissions and keys decide who is let in."""
+"""Run id in the greeting of peers that belong to no run; the folder's permissions and keys decide who may connect."""
 SHM_ROOT = Path("/dev/shm")
 SHM_PREFIX = "rlxq-"
 OWNER = "folder"
@@ -83,19 +83,6 @@ class ServedFolder:
         Raises:
             Refused: the folder's payloads lie in memory and are to be durable, or the other way round.
         """
-        name, self._shm_dir = self._memory()
-        self._shm_dir.mkdir(mode=0o700, exist_ok=True)
-        if not self._durable:
-            # The lock on this file keeps processes from removing the memory that do not see the folder it names, as
-            # those of another container do.
-            write_private(self._shm_dir / OWNER, os.fsencode(self.path))
-            fd = os.open(self._shm_dir / OWNER, os.O_RDONLY | os.O_CLOEXEC)
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            self._close_owner()
-            self._owner = fd
-        return name, self._shm_dir
-
-    def _memory(self) -> tuple[str, Path]:
         known = self.path / MEMORY
         before = known.read_text().strip() if known.exists() else ""
         if before and (before == _DISK) != self._durable:
@@ -109,7 +96,17 @@ class ServedFolder:
             name = secrets.token_hex(4)
         if name != before:
             write_private(known, name.encode())
-        return name, self.path / "payloads" if self._durable else SHM_ROOT / f"{SHM_PREFIX}{name}"
+        self._shm_dir = self.path / "payloads" if self._durable else SHM_ROOT / f"{SHM_PREFIX}{name}"
+        self._shm_dir.mkdir(mode=0o700, exist_ok=True)
+        if not self._durable:
+            # The lock on this file keeps processes from removing the memory that do not see the folder it names, as
+            # those of another container do.
+            write_private(self._shm_dir / OWNER, os.fsencode(self.path))
+            fd = os.open(self._shm_dir / OWNER, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            self._close_owner()
+            self._owner = fd
+        return name, self._shm_dir
 
     def publish(self, location: BrokerLocation) -> None:
         """Let clients find the broker."""

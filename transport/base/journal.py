@@ -88,12 +88,10 @@ class Journal:
 
     @property
     def n(self) -> int:
-        """Number of the last record."""
         return self._n
 
     @property
     def nbytes(self) -> int:
-        """Size of the present segment."""
         return self._size
 
     @property
@@ -114,7 +112,12 @@ class Journal:
         """
         for path in self._folder.glob("*.tmp"):
             path.unlink()
-        n, snapshot = self._newest_snapshot()
+        n, snapshot = 0, b""
+        if snapshots := sorted(self._folder.glob("snapshot-*.bin"), key=_number):
+            data = snapshots[-1].read_bytes()
+            n, snapshot = _number(snapshots[-1]), data[_HEADER.size :]
+            if len(data) < _HEADER.size or _HEADER.unpack_from(data) != (len(snapshot), zlib.crc32(snapshot)):
+                raise Corrupt(f"snapshot {snapshots[-1]}", why="its bytes do not match its checksum")
         records: list[tuple[int, bytes]] = []
         torn = 0
         segments = sorted(self._folder.glob("segment-*.log"), key=_number)
@@ -137,17 +140,6 @@ class Journal:
         _sync_dir(self._folder)
         self._remove_before(first, n)
         return Recovered(snapshot, n, records, torn)
-
-    def _newest_snapshot(self) -> tuple[int, bytes]:
-        paths = sorted(self._folder.glob("snapshot-*.bin"), key=_number)
-        if not paths:
-            return 0, b""
-        data = paths[-1].read_bytes()
-        length, crc = _HEADER.unpack_from(data) if len(data) >= _HEADER.size else (-1, 0)
-        payload = data[_HEADER.size :]
-        if len(payload) != length or zlib.crc32(payload) != crc:
-            raise Corrupt(f"snapshot {paths[-1]}", why="its bytes do not match its checksum")
-        return _number(paths[-1]), payload
 
     def _read(self, path: Path, *, is_last: bool) -> tuple[list[bytes], int]:
         data = path.read_bytes()
@@ -265,7 +257,6 @@ class Journal:
                     path.unlink()
 
     def close(self) -> None:
-        """Force to disk and close."""
         if self._fd >= 0:
             os.fdatasync(self._fd)
             os.close(self._fd)

@@ -1,4 +1,4 @@
-"""Watch the processes of this node by pidfd, so that a broker learns of a death within milliseconds."""
+"""Who is alive: watch this node's processes by pidfd, and detect that the server itself stood still."""
 
 from __future__ import annotations
 
@@ -73,7 +73,6 @@ class ProcessWatch:
             os.close(fd)
 
     def close(self) -> None:
-        """Stop watching all."""
         for who in list(self._fds):
             self.remove(who)
 
@@ -87,22 +86,22 @@ class PauseDetector:
     """Checks the clock before a server expires leases.
 
     Attributes:
-        looked: time of the last check, in seconds of the server's monotonic clock; at first, of the start.
+        checked_at: time of the last check, in seconds of the server's monotonic clock; at first, of the start.
         tick_s: interval of the checks when the server is not held up.
     """
 
-    looked: float
+    checked_at: float
     tick_s: float
     held: bool = False
 
-    def look(self, now: float) -> Literal["judge", "hold", "restart"]:
-        """What to do now: expire leases (judge), leave them until the next check (hold), or restart their full length.
+    def check(self, now: float) -> Literal["expire", "hold", "restart"]:
+        """What to do now: expire leases (expire), leave them until the next check (hold), or restart their full length.
 
         After a gap (the process was stopped, the machine slept) renewals that arrived meanwhile are read first.
         """
-        gap, self.looked = now - self.looked, now
+        gap, self.checked_at = now - self.checked_at, now
         if gap >= max(PAUSE_S, 2 * self.tick_s):
             return "restart"
         # Not twice in a row, so that a server that is always late still expires leases.
         self.held = gap > 2 * self.tick_s and not self.held
-        return "hold" if self.held else "judge"
+        return "hold" if self.held else "expire"

@@ -99,25 +99,18 @@ def _import_file(place: str, base: Path) -> ModuleType:
     if path in _modules:
         return _modules[path]
     root = base.resolve()
-    if Path(place).is_absolute() or not path.is_relative_to(root) or _dotted(path.parent.relative_to(root)):
-        root = _outermost(path.parent)
+    outside = Path(place).is_absolute() or not path.is_relative_to(root)
+    # A name in the path, as v1.2, cannot be a package's.
+    if outside or any("." in part for part in path.parent.relative_to(root).parts):
+        # The folder of the outermost package that the file belongs to; its own if it is in none.
+        root = path.parent
+        while (root / "__init__.py").is_file() and root.name.isidentifier():
+            root = root.parent
     for folder in dict.fromkeys((path.parent, root)):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
     _modules[path] = UserCode.of(root).load(path)
     return _modules[path]
-
-
-def _dotted(folder: Path) -> bool:
-    """Whether a name in the path cannot be a package's, as v1.2."""
-    return any("." in part for part in folder.parts)
-
-
-def _outermost(folder: Path) -> Path:
-    """The folder of the outermost package that a folder belongs to; the folder itself if it is not a package."""
-    while (folder / "__init__.py").is_file() and folder.name.isidentifier():
-        folder = folder.parent
-    return folder
 
 
 class UserCode(importlib.abc.MetaPathFinder):

@@ -1,1 +1,1 @@
-"""Doors for users of other packages: their interfaces, served by this package's own parts."""
+"""Interfaces of other packages, served by this package's own parts."""

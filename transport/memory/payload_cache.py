@@ -12,7 +12,7 @@ import concurrent.futures
 import dataclasses
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -67,13 +67,11 @@ class CacheEntry:
         self.urgent = False
 
     def array(self) -> NDArray[np.uint8] | None:
-        """Its bytes, read-only, when all are there. A new array each time, which views of it have as their base."""
         region = self.region
         return region.array() if self.ready and region is not None else None
 
     @property
     def name(self) -> str:
-        """For messages."""
         return f"slab {self.extent.slab} bytes {self.extent.offset} to {self.extent.offset + self.extent.nbytes}"
 
 
@@ -91,12 +89,10 @@ class FetchJob:
 
     @property
     def admitted(self) -> bool:
-        """Whether it has all its entries."""
         return len(self.entries) == len(self.extents)
 
     @property
     def what(self) -> str:
-        """For messages."""
         return f"payload of lease {self.lease} from {self.address}"
 
     def resolve(self, error: BaseException | None = None) -> None:
@@ -157,7 +153,7 @@ class Cache:
         self.jobs.add(job)
         self.unfinished = True
 
-    def line_changed(self) -> None:
+    def queue_changed(self) -> None:
         """A queued job was cancelled."""
         self.unfinished = True
 
@@ -172,9 +168,9 @@ class Cache:
         if not self.memory.collect() and not self.unfinished:
             return wanted
         self.unfinished = False
-        for line in (self._fetches, self._prefetches):
-            while line:
-                job = line[0]
+        for queue in (self._fetches, self._prefetches):
+            while queue:
+                job = queue[0]
                 if job.future is not None and job.future.cancelled():
                     self.jobs.discard(job)
                 if job in self.jobs:
@@ -187,13 +183,16 @@ class Cache:
                         self.unfinished = True
                         return wanted
                     self._done_if_complete(job)
-                line.popleft()
+                queue.popleft()
         return wanted
 
     def _admit(self, job: FetchJob, wanted: list[CacheEntry]) -> bool:
-        """Some of a job's entries, or False when there is no room."""
-        if not job.entries and not self._room_for(job):
-            return False
+        """Admit some of a job's entries; False when there is no room."""
+        if not job.entries:
+            # Nothing is evicted in vain: first see whether there can be room.
+            need = sum(aligned(extent.nbytes) for extent in job.extents if extent not in self.entries)
+            if need > self.memory.capacity_bytes - self._pinned_bytes():
+                return False
         for extent in job.extents[len(job.entries) :][:_ENTRIES_AT_A_TIME]:
             entry = self.entries.get(extent)
             if entry is not None and not entry.ready and entry.address != job.address:
@@ -202,39 +201,27 @@ class Cache:
                 entry = None
             self._hits += entry is not None
             if entry is None:
-                region = self._region(extent.nbytes, job)
+                region = self.memory.allocate(extent.nbytes)
+                while region is None and job.future is not None and self._evict_one(job):
+                    region = self.memory.allocate(extent.nbytes)
                 if region is None:
                     return False
                 self._misses += 1
                 entry = self.entries[extent] = CacheEntry(job.address, extent, region)
-            self._join(entry, job, wanted)
+            entry.leases.add(job.lease)
+            entry.deadline = max(entry.deadline, job.deadline)
+            if job.future is not None:
+                entry.pinned.add(job.lease)
+            if not entry.ready:
+                if not entry.urgent:
+                    entry.urgent = job.future is not None
+                    wanted.append(entry)
+                entry.jobs.append(job)
+                job.waiting += 1
+            self.entries.move_to_end(extent)
+            self._leases.setdefault(job.lease, set()).add(extent)
+            job.entries.append(entry)
         return True
-
-    def _join(self, entry: CacheEntry, job: FetchJob, wanted: list[CacheEntry]) -> None:
-        entry.leases.add(job.lease)
-        entry.deadline = max(entry.deadline, job.deadline)
-        if job.future is not None:
-            entry.pinned.add(job.lease)
-        if not entry.ready:
-            if not entry.urgent:
-                entry.urgent = job.future is not None
-                wanted.append(entry)
-            entry.jobs.append(job)
-            job.waiting += 1
-        self.entries.move_to_end(entry.extent)
-        self._leases.setdefault(job.lease, set()).add(entry.extent)
-        job.entries.append(entry)
-
-    def _room_for(self, job: FetchJob) -> bool:
-        """Whether there can be room, so that nothing is evicted in vain."""
-        need = sum(aligned(extent.nbytes) for extent in job.extents if extent not in self.entries)
-        return need <= self.memory.capacity_bytes - self._pinned_bytes()
-
-    def _region(self, nbytes: int, job: FetchJob) -> Region | None:
-        region = self.memory.allocate(nbytes)
-        while region is None and job.future is not None and self._evict_one(job):
-            region = self.memory.allocate(nbytes)
-        return region
 
     def _evict_one(self, job: FetchJob) -> bool:
         """Evict the least recently used entry that nobody reads; its lease can fetch it again."""
@@ -318,10 +305,10 @@ class Cache:
 
     def _pinned_bytes(self) -> int:
         # An array outlives its entry's release: it counts until it is gone.
-        return self.memory.used_bytes - _nbytes(entry for entry in list(self.entries.values()) if not entry.pinned)
+        unpinned = [entry.extent.nbytes for entry in list(self.entries.values()) if not entry.pinned]
+        return self.memory.used_bytes - sum(aligned(max(nbytes, 1)) for nbytes in unpinned)
 
     def statistics(self) -> CacheStatistics:
-        """Current statistics."""
         return CacheStatistics(
             capacity_bytes=self.memory.capacity_bytes,
             total_bytes=self.memory.total_bytes,
@@ -334,10 +321,6 @@ class Cache:
             misses=self._misses,
             evictions=self._evictions,
         )
-
-
-def _nbytes(entries: Iterable[CacheEntry]) -> int:
-    return sum(aligned(max(entry.extent.nbytes, 1)) for entry in entries)
 
 
 class _Segment:
@@ -367,12 +350,12 @@ class _Segment:
 class Region:
     """Bytes of a segment, freed when neither the region nor an array made of it is left."""
 
-    __slots__ = ("_give_back", "_segment", "memory", "nbytes", "offset", "size")
+    __slots__ = ("_on_release", "_segment", "memory", "nbytes", "offset", "size")
 
-    def __init__(self, segment: _Segment, offset: int, nbytes: int, size: int, give_back: _GiveBack) -> None:
+    def __init__(self, segment: _Segment, offset: int, nbytes: int, size: int, on_release: _OnRelease) -> None:
         self.memory = segment.writable[offset : offset + nbytes]
         self.offset, self.nbytes, self.size = offset, nbytes, size
-        self._segment, self._give_back = segment, give_back
+        self._segment, self._on_release = segment, on_release
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -385,14 +368,13 @@ class Region:
         }
 
     def array(self) -> NDArray[np.uint8]:
-        """The bytes, read-only."""
         return np.asarray(self)
 
     def __del__(self) -> None:
-        self._give_back(self._segment, self.offset, self.size)
+        self._on_release(self._segment, self.offset, self.size)
 
 
-_GiveBack = Callable[[_Segment, int, int], None]
+_OnRelease = Callable[[_Segment, int, int], None]
 
 
 class LocalMemory:
@@ -401,7 +383,7 @@ class LocalMemory:
     Args:
         capacity_bytes: of all segments together.
         segment_bytes: what is taken from the system at a time; a larger region gets a segment of its own.
-        on_free: called, in whatever thread, when a region has become free.
+        on_free: called, in whatever thread, when a region has been freed.
     """
 
     def __init__(self, capacity_bytes: int, segment_bytes: int, on_free: Callable[[], None] = lambda: None) -> None:
@@ -414,7 +396,6 @@ class LocalMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all segments."""
         return sum(segment.nbytes for segment in self._segments)
 
     def warm(self) -> None:
@@ -456,9 +437,9 @@ class LocalMemory:
 
     def _region(self, segment: _Segment, offset: int, nbytes: int, size: int) -> Region:
         self.used_bytes += size
-        return Region(segment, offset, nbytes, size, self._give_back)
+        return Region(segment, offset, nbytes, size, self._on_release)
 
-    def _give_back(self, segment: _Segment, offset: int, size: int) -> None:
+    def _on_release(self, segment: _Segment, offset: int, size: int) -> None:
         # A region may end in the middle of anything, in any thread: no lock here, a deque's append is atomic.
         self._freed.append((segment, offset, size))
         self._on_free()

@@ -64,7 +64,7 @@ class Fetcher:
     """Fetches extents from payload servers into a cache of this process. Its methods may be called from any thread.
 
     The work is done by a thread, which starts with the first fetch. Nothing is copied but once, from ZeroMQ's buffer
-    into the cache; the arrays that it gives are read-only and stay good as long as anything refers to them.
+    into the cache; the arrays that it gives are read-only and stay valid as long as anything refers to them.
 
     Args:
         keys: to prove to servers that this process belongs to the run. None: for servers on loopback.
@@ -98,7 +98,7 @@ class Fetcher:
         connections = connections or min(4, max(1, len(os.sched_getaffinity(0)) // 4))
         self._settings = FetchSettings(chunk_bytes, window_bytes, connections, verify, connect_timeout_s, idle_s)
         self._wakeup = Wakeup()
-        self._memory = LocalMemory(capacity_bytes, segment_bytes, self._room_came)
+        self._memory = LocalMemory(capacity_bytes, segment_bytes, self._space_freed)
         self._cache = Cache(self._memory)
         self._peers: dict[str, Peer] = {}
         self._numbers = itertools.count(1)
@@ -131,7 +131,7 @@ class Fetcher:
         """`fetch` for callers without an event loop."""
         future: concurrent.futures.Future[Fetched] = concurrent.futures.Future()
         self._add(FetchJob(address, list(extents), lease, time.monotonic() + deadline_s, future))
-        future.add_done_callback(self._ended)
+        future.add_done_callback(lambda ended: self._tell(self._cache.queue_changed) if ended.cancelled() else None)
         return future
 
     def prefetch(self, address: str, extents: Sequence[Extent], *, lease: int, deadline_s: float = 60.0) -> None:
@@ -153,7 +153,6 @@ class Fetcher:
         self._do(self._memory.warm)
 
     def statistics(self) -> FetcherStatistics:
-        """Current statistics."""
         peers = list(self._peers.values())
         return FetcherStatistics(
             cache=self._cache.statistics(),
@@ -169,7 +168,7 @@ class Fetcher:
         return [f"{job.what}: {self._reason(job)}" for job in list(self._cache.jobs) if job.future is not None]
 
     async def close(self) -> None:
-        """End the thread and all connections; what still waits is refused. Arrays stay good."""
+        """End the thread and all connections; what still waits is refused. Arrays stay valid."""
         await asyncio.to_thread(self.stop)
 
     def stop(self) -> None:
@@ -215,11 +214,7 @@ class Fetcher:
             self._commands.append(command)
         self._wakeup.set()
 
-    def _ended(self, future: concurrent.futures.Future[Fetched]) -> None:
-        if future.cancelled():
-            self._tell(self._cache.line_changed)
-
-    def _room_came(self) -> None:
+    def _space_freed(self) -> None:
         if self._cache.waiting_for_space:
             self._wakeup.set()
 
@@ -260,43 +255,32 @@ class Fetcher:
             self._cache.expire_entries(now)
             self._sweep_at = now + _TICK_S
         for entry in self._cache.admit():
-            self._begin(entry)
+            if entry.missing_bytes == 0 and entry.region is not None:
+                self._cache.received(entry)
+                continue
+            if entry.address not in self._peers:
+                self._peers[entry.address] = Peer(entry.address, self._settings, self._numbers, self._rng)
+            self._peers[entry.address].want(entry)
         for peer in list(self._peers.values()):
-            self._step(peer, context, poller, now)
-
-    def _begin(self, entry: CacheEntry) -> None:
-        if entry.missing_bytes == 0 and entry.region is not None:
-            self._cache.received(entry)
-            return
-        peer = self._peers.get(entry.address)
-        if peer is None:
-            peer = self._peers[entry.address] = Peer(entry.address, self._settings, self._numbers, self._rng)
-        peer.want(entry)
-
-    def _step(self, peer: Peer, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller, now: float) -> None:
-        before = set(peer.links)
-        try:
-            closed = peer.step(context, self._keys, now)
-        except RelaxError as error:
-            for entry in [entry for entry in self._cache.entries.values() if entry.address == peer.address]:
-                if not entry.ready:
-                    self._cache.drop(entry, error)
-            closed = []
-        for link in peer.links:
-            if link not in before:
-                poller.register(link.sock, zmq.POLLIN)
-                poller.register(link.monitor, zmq.POLLIN)
-        for link in closed:
-            self._hang_up(link, poller)
-        if not peer.links and not peer.busy:
-            self._reconnects += peer.reconnects
-            del self._peers[peer.address]
-
-    @staticmethod
-    def _hang_up(link: PeerConnection, poller: zmq.Poller) -> None:
-        poller.unregister(link.sock)
-        poller.unregister(link.monitor)
-        link.close()
+            before = set(peer.links)
+            try:
+                closed = peer.step(context, self._keys, now)
+            except RelaxError as error:
+                for entry in [entry for entry in self._cache.entries.values() if entry.address == peer.address]:
+                    if not entry.ready:
+                        self._cache.drop(entry, error)
+                closed = []
+            for link in peer.links:
+                if link not in before:
+                    poller.register(link.sock, zmq.POLLIN)
+                    poller.register(link.monitor, zmq.POLLIN)
+            for link in closed:
+                poller.unregister(link.sock)
+                poller.unregister(link.monitor)
+                link.close()
+            if not peer.links and not peer.busy:
+                self._reconnects += peer.reconnects
+                del self._peers[peer.address]
 
     def _patience_ms(self) -> int:
         if self._cache.unfinished:
@@ -310,14 +294,12 @@ class Fetcher:
         return min(max(int(wait * 1000) + 1, 0), 60_000)
 
     def arrived(self, entry: CacheEntry, nbytes: int) -> None:
-        """Called by a Peer, as FetchSink."""
         self._bytes_in += nbytes
         entry.missing_bytes -= nbytes
         if entry.missing_bytes == 0:
             self._cache.received(entry)
 
     def failed(self, entry: CacheEntry, error: RelaxError) -> None:
-        """Called by a Peer, as FetchSink."""
         self._cache.drop(entry, error)
 
     def protocol_error(self, peer: str, error: ProtocolError) -> None:
@@ -492,18 +474,25 @@ class PeerConnection:
 
     def _answer(self, kind: int, parts: list[RangeHead], sink: FetchSink, digest: bool) -> int:
         """Receive the second frame of an answer into its regions."""
-        pieces = [self._asked(part) for part in parts]
+        pieces = [self.asked.pop(part.id, None) for part in parts]
+        self.asked_bytes -= sum(piece.nbytes for piece in pieces if piece is not None)
         first = pieces[0]
         if kind == payload_wire.FAULT:
             fault = payload_wire.decode_fault(self.sock.recv())
             if first is not None:
-                sink.failed(first.entry, _with_server_name(error_of(fault), self.address))
+                error = error_of(fault)
+                if not isinstance(error, RemoteError):
+                    # The server's error, with the server's address in it.
+                    named = type(error).__new__(type(error))
+                    RelaxError.__init__(named, f"{error.what}, asked of {self.address}", why=error.why, hint=error.hint)
+                    error = named
+                sink.failed(first.entry, error)
             return parts[0].nbytes
         if len(pieces) == 1 and first is not None and first.entry.region is not None:
             # Straight to its place: the one copy that there is.
             target = _target(first)
             size = self.sock.recv_into(target)
-            self._taken(first, parts[0], size == first.nbytes, sink, digest)
+            self._accept(first, parts[0], size == first.nbytes, sink, digest)
             return size
         body = self.sock.recv(copy=False).buffer
         whole = len(body) == sum(part.nbytes for part in parts)
@@ -513,7 +502,7 @@ class PeerConnection:
                 fits = whole and part.nbytes == piece.nbytes
                 if fits:
                     _target(piece)[:] = body[at : at + part.nbytes]
-                self._taken(piece, part, fits, sink, digest)
+                self._accept(piece, part, fits, sink, digest)
             at += part.nbytes
         if None in pieces:
             raise ProtocolError(
@@ -521,13 +510,7 @@ class PeerConnection:
             )
         return len(body)
 
-    def _asked(self, part: RangeHead) -> PendingRange | None:
-        piece = self.asked.pop(part.id, None)
-        if piece is not None:
-            self.asked_bytes -= piece.nbytes
-        return piece
-
-    def _taken(self, piece: PendingRange, part: RangeHead, fits: bool, sink: FetchSink, digest: bool) -> None:
+    def _accept(self, piece: PendingRange, part: RangeHead, fits: bool, sink: FetchSink, digest: bool) -> None:
         entry = piece.entry
         if not fits or part.nbytes != piece.nbytes:
             why = f"the answer to a request for {piece.nbytes} bytes announced {part.nbytes} and is of another size"
@@ -612,7 +595,7 @@ class Peer:
         Raises:
             AddressError: it is no address to connect to.
         """
-        closed = self._hang_up(now)
+        closed = self._close_ended(now)
         if not self.busy:
             return closed
         self._used_at = now
@@ -621,7 +604,7 @@ class Peer:
         self._ask()
         return closed
 
-    def _hang_up(self, now: float) -> list[PeerConnection]:
+    def _close_ended(self, now: float) -> list[PeerConnection]:
         idle = bool(self.links) and now >= self._used_at + self._settings.idle_s and not self.busy
         ended = []
         for link in self.links:
@@ -633,19 +616,16 @@ class Peer:
             self.links.remove(link)
             self._dialed_at.pop(link)
             if link.lost:
-                self._lost(link, now)
+                self.trouble = link.lost
+                self.reconnects += link.was_up
+                # Ranges in flight are requested again on the next connection.
+                for piece in reversed(link.asked.values()):
+                    if piece.entry.region is not None:
+                        piece.entry.todo.append((piece.offset, piece.nbytes))
+                        self.want(piece.entry, first=True)
+                link.asked.clear()
+                self._dial_at = max(self._dial_at, now + (self._backoff.next_delay_s() or 0.0))
         return ended
-
-    def _lost(self, link: PeerConnection, now: float) -> None:
-        self.trouble = link.lost
-        self.reconnects += link.was_up
-        # Ranges in flight are requested again on the next connection.
-        for piece in reversed(link.asked.values()):
-            if piece.entry.region is not None:
-                piece.entry.todo.append((piece.offset, piece.nbytes))
-                self.want(piece.entry, first=True)
-        link.asked.clear()
-        self._dial_at = max(self._dial_at, now + (self._backoff.next_delay_s() or 0.0))
 
     def _dial(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys | None, now: float) -> None:
         address = parse_address(self.address)
@@ -707,12 +687,3 @@ class Peer:
 def _target(piece: PendingRange) -> memoryview:
     assert piece.entry.region is not None
     return piece.entry.region.memory[piece.offset : piece.offset + piece.nbytes]
-
-
-def _with_server_name(error: RelaxError, address: str) -> RelaxError:
-    """The server's error, with the server's address in it."""
-    if isinstance(error, RemoteError):
-        return error
-    copy = type(error).__new__(type(error))
-    RelaxError.__init__(copy, f"{error.what}, asked of {address}", why=error.why, hint=error.hint)
-    return copy

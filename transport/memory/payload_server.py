@@ -18,7 +18,7 @@ import xxhash
 import zmq
 
 from relax_rt.transport.memory import payload_wire
-from relax_rt.transport.memory.payload_wire import GetRanges, ListeningSocket, Range, RangeHead, Wakeup
+from relax_rt.transport.memory.payload_wire import ListeningSocket, Range, RangeHead, Wakeup
 from relax_rt.transport.memory.slabs import map_read_only, path_of
 from relax_rt.transport.rpc.errors import Corrupt, Gone, ProtocolError, Refused, RelaxError
 from relax_rt.transport.rpc.identity import CurveKeys
@@ -129,7 +129,6 @@ class PayloadServer:
             self._thread = None
 
     def statistics(self) -> PayloadServerStatistics:
-        """Current statistics."""
         counts = {name: self._counts[name] for name in PayloadServerStatistics.__struct_fields__[:6]}
         held = sum(len(queue) for queue in list(self._held.values()))
         return PayloadServerStatistics(**counts, held_ranges=held, held_bytes=self._held_bytes, slabs=len(self._slabs))
@@ -144,7 +143,11 @@ class PayloadServer:
             while not self._stop:
                 poller.poll(_RETRY_SEND_MS if self._held else int(_SWEEP_INTERVAL_S * 1000))
                 self._receive(self._listening.sock)
-                self._send_held()
+                for reader, queue in list(self._held.items()):
+                    before = sum(wanted.nbytes for wanted, _ in queue)
+                    if self._answer(reader, queue):
+                        del self._held[reader]
+                    self._held_bytes -= before - sum(wanted.nbytes for wanted, _ in queue)
                 if time.monotonic() >= sweep_at:
                     self._slabs.sweep()
                     sweep_at = time.monotonic() + _SWEEP_INTERVAL_S
@@ -164,39 +167,26 @@ class PayloadServer:
                     raise ProtocolError("a request for payload", why=f"it has {len(parts) - 1} frames, not 1")
                 get = payload_wire.decode_get(parts[1])
             except ProtocolError as error:
-                self._protocol_error(reader, error)
+                self._counts["protocol_errors"] += 1
+                if self._counts["protocol_errors"] <= _LOG_PROTOCOL_ERRORS:
+                    log.warning("%s: reader %s: %s", self.address, reader.hex(), error)
+                if isinstance(error, payload_wire.WrongVersion):
+                    # Number 0 is no range of any reader: the answer tells this end's version.
+                    with contextlib.suppress(zmq.ZMQError):
+                        self._push(reader, *self._fault(0, error))
                 continue
             self._counts["requests"] += 1
-            self._take(reader, get)
-
-    def _protocol_error(self, reader: bytes, error: ProtocolError) -> None:
-        self._counts["protocol_errors"] += 1
-        if self._counts["protocol_errors"] <= _LOG_PROTOCOL_ERRORS:
-            log.warning("%s: reader %s: %s", self.address, reader.hex(), error)
-        if isinstance(error, payload_wire.WrongVersion):
-            # Number 0 is no range of any reader: the answer tells this end's version.
-            with contextlib.suppress(zmq.ZMQError):
-                self._push(reader, *self._fault(0, error))
-
-    def _take(self, reader: bytes, get: GetRanges) -> None:
-        queue = collections.deque((wanted, get.digest) for wanted in get.ranges)
-        if reader not in self._held and self._answer(reader, queue):
-            return
-        held = self._held.setdefault(reader, collections.deque())
-        for wanted, digest in queue:
-            if len(held) >= self._max_reader_ranges or self._held_bytes + wanted.nbytes > self._max_held_bytes:
-                # It does not read, and would not read a refusal either.
-                self._counts["dropped"] += 1
-            else:
-                held.append((wanted, digest))
-                self._held_bytes += wanted.nbytes
-
-    def _send_held(self) -> None:
-        for reader, queue in list(self._held.items()):
-            before = sum(wanted.nbytes for wanted, _ in queue)
-            if self._answer(reader, queue):
-                del self._held[reader]
-            self._held_bytes -= before - sum(wanted.nbytes for wanted, _ in queue)
+            queue = collections.deque((wanted, get.digest) for wanted in get.ranges)
+            if reader not in self._held and self._answer(reader, queue):
+                continue
+            held = self._held.setdefault(reader, collections.deque())
+            for wanted, digest in queue:
+                if len(held) >= self._max_reader_ranges or self._held_bytes + wanted.nbytes > self._max_held_bytes:
+                    # It does not read, and would not read a refusal either.
+                    self._counts["dropped"] += 1
+                else:
+                    held.append((wanted, digest))
+                    self._held_bytes += wanted.nbytes
 
     def _answer(self, reader: bytes, queue: collections.deque[tuple[Range, bool]]) -> bool:
         """Send answers to queued ranges; False when the reader's send queue is full."""
@@ -315,7 +305,6 @@ class SlabFiles:
                 del self._maps[name]
 
     def clear(self) -> None:
-        """Release all."""
         self._maps.clear()
 
     def _map(self, name: str) -> memoryview:

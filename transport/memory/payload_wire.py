@@ -72,7 +72,6 @@ _faults = msgspec.msgpack.Decoder(FaultFrame)
 
 
 def encode_get(get: GetRanges) -> bytes:
-    """The frame of a request."""
     return _PREFIX.pack(MAGIC, VERSION, GET) + msgspec.msgpack.encode(get)
 
 
@@ -95,7 +94,6 @@ def decode_get(frame: bytes) -> GetRanges:
 
 
 def encode_head(kind: int, parts: Sequence[RangeHead]) -> bytes:
-    """The first frame of an answer."""
     return _HEAD.pack(MAGIC, VERSION, kind, len(parts)) + b"".join([_PART.pack(*part) for part in parts])
 
 

@@ -1,4 +1,4 @@
-"""Spill cold blocks from shared memory to files on the broker's disk, and unlink slabs that nobody needs."""
+"""Spill cold blocks from shared memory to files on the broker's disk, and unlink slabs that are no longer needed."""
 
 from __future__ import annotations
 
@@ -51,18 +51,24 @@ class SpillFiles:
 
     def _copy_all(self, fd: int, name: str, moves: Sequence[tuple[int, Extent]]) -> tuple[Moves, dict[int, str]]:
         copied: Moves = []
-        unread: dict[int, str] = {}
+        unreadable: dict[int, str] = {}
         for id_, extent in moves:
             try:
                 source = os.open(self._shm_dir / extent.slab, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             except (OSError, ValueError) as error:
-                unread[id_] = str(error)
+                unreadable[id_] = str(error)
                 continue
             try:
                 if os.fstat(source).st_size < extent.offset + extent.nbytes:
-                    unread[id_] = f"slab {extent.slab} ends before {extent.offset}+{extent.nbytes}"
+                    unreadable[id_] = f"slab {extent.slab} ends before {extent.offset}+{extent.nbytes}"
                     continue
-                copied.append((id_, Extent(name, self._copy(fd, source, extent), extent.nbytes)))
+                at, done = os.lseek(fd, 0, os.SEEK_CUR), 0
+                while done < extent.nbytes:
+                    n = os.sendfile(fd, source, extent.offset + done, extent.nbytes - done)
+                    if n == 0:
+                        raise OSError(f"slab {extent.slab} ends before {extent.offset}+{extent.nbytes}")
+                    done += n
+                copied.append((id_, Extent(name, at, extent.nbytes)))
             except OSError:
                 if not copied:
                     raise
@@ -72,18 +78,7 @@ class SpillFiles:
                 break
             finally:
                 os.close(source)
-        return copied, unread
-
-    @staticmethod
-    def _copy(target: int, source: int, extent: Extent) -> int:
-        at = os.lseek(target, 0, os.SEEK_CUR)
-        done = 0
-        while done < extent.nbytes:
-            n = os.sendfile(target, source, extent.offset + done, extent.nbytes - done)
-            if n == 0:
-                raise OSError(f"slab {extent.slab} ends before {extent.offset}+{extent.nbytes}")
-            done += n
-        return at
+        return copied, unreadable
 
     def written(self) -> None:
         """The moves of the last spill are in the ledger."""
@@ -97,7 +92,6 @@ class SpillFiles:
         ]
 
     def unlink(self, names: Sequence[str]) -> None:
-        """Remove slabs and spill files."""
         for name in names:
             folder = self._spill_dir if is_spilled(name) else self._shm_dir
             (folder / name).unlink(missing_ok=True)

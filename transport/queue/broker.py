@@ -391,11 +391,11 @@ class Broker(JournaledBroker[Ledger]):
         while True:
             self._rearm.clear()
             now, straggler_at = self._clock(), self._ledger.straggler_deadline()
-            verdict = pauses.look(now)
+            verdict = pauses.check(now)
             if verdict == "restart":
                 self._ledger.restart_deadlines(now)
                 self._far = dict.fromkeys(self._far, now)
-            elif verdict == "judge" and self._judge(now):
+            elif verdict == "expire" and self._judge(now):
                 continue
             if straggler_at is not None and straggler_at <= now and woken_for != straggler_at:
                 woken_for = straggler_at
@@ -441,7 +441,7 @@ class Broker(JournaledBroker[Ledger]):
                 # Who is still short of memory says so again.
                 self._short.clear()
                 try:
-                    copied, unread = await asyncio.to_thread(self._disk.spill, moves)
+                    copied, unreadable = await asyncio.to_thread(self._disk.spill, moves)
                 except OutOfSpace as error:
                     # Producers wait meanwhile; their calls say that memory is full.
                     self._notify("queue_spill_failed", {"error": str(error), "n": self._ledger.n})
@@ -450,7 +450,7 @@ class Broker(JournaledBroker[Ledger]):
                 self._apply(ev.MoveBlocks(copied))
                 self._disk.written()
                 self._sweep_wanted = True
-                for id_, why in unread.items():
+                for id_, why in unreadable.items():
                     self._notify("queue_block_unreadable", {"block": id_, "why": why, "n": self._ledger.n})
                 self._unspillable = {id_ for id_ in self._unspillable if id_ in self._ledger.state.blocks.blocks}
-                self._unspillable |= unread.keys()
+                self._unspillable |= unreadable.keys()

@@ -101,7 +101,7 @@ class Host:
         self._folder = ServedFolder(folder, durable=limits.durable)
         self.folder, self._policy, self._limits, self._listen = folder.absolute(), policy, limits, listen
         self._fsync_every_s, self._segment_bytes = fsync_every_s, segment_bytes
-        self._server: rpc.Server | None = None
+        self._server: rpc.RpcServer | None = None
         self._curve: rpc.CurveKeys | None = None
         self._payload_server: PayloadServer | None = None
         self.broker: Broker | None = None
@@ -157,7 +157,7 @@ class Host:
     async def _answer(self, queue: QueueApi) -> list[str]:
         """Listen; answers with the addresses."""
         hello = rpc.make_hello(RUN_ID, Incarnation(BROKER, 0))
-        self._server = rpc.Server(hello, curve=self._curve, max_connections=16_384)
+        self._server = rpc.RpcServer(hello, curve=self._curve, max_connections=16_384)
         self._server.offer(QueueApi, queue)
         addresses = [await self._server.listen(f"unix://{socket_path(self.folder)}")]
         if self._listen:

@@ -112,7 +112,7 @@ def bind(
     timeout_s: float,
 ) -> QueueApi:
     """The broker as `who` calls it, until the stack ends."""
-    client = rpc.Client(address.find, rpc.make_hello(RUN_ID, who), curve=curve)
+    client = rpc.RpcClient(address.find, rpc.make_hello(RUN_ID, who), curve=curve)
     stack.push_async_callback(client.close)
     return client.bind(QueueApi, timeout_s=timeout_s)
 

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
+from relax_rt.transport.base.portal import EventLoopThread
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.payload_fetcher import Fetcher
 from relax_rt.transport.queue.batch import LeasedBatch
@@ -19,7 +20,6 @@ from relax_rt.transport.queue.hosting import Host, tasks_of
 from relax_rt.transport.queue.joining import CALL_TIMEOUT_S, BrokerFinder, bind, join, keys_for
 from relax_rt.transport.queue.ledger.messages import Admission, Failure, ItemsAssigned, Membership, SampleKey, StepReply
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits, SamplerSpec
-from relax_rt.transport.queue.portal import EventLoopThread
 from relax_rt.transport.queue.puts import PUT_WAIT_S
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 

@@ -1,4 +1,4 @@
-"""Exponential back-off with full jitter. Pure: it says how long to wait, and waits for nothing itself."""
+"""Exponential back-off with full jitter. Pure: it computes delays and does not wait."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BackoffPolicy:
 class Backoff:
     """The delays of one sequence of attempts: uniform between 0 and a ceiling that grows (full jitter).
 
-    Many clients that lose the same server at the same moment so come back spread out, not together.
+    So many clients that lose a server at the same moment reconnect spread out, not together.
     """
 
     def __init__(self, policy: BackoffPolicy, rng: random.Random) -> None:

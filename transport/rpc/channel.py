@@ -61,7 +61,13 @@ def parse_address(text: str) -> Address:
     if not separator or scheme not in ("unix", "tcp", "ipc"):
         raise AddressError(f"address {text!r}", why="not an address", hint="use unix:///path or tcp://host:port")
     if scheme == "tcp":
-        return _parse_tcp(text, rest)
+        host, separator, port = rest.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not separator or not host:
+            raise AddressError(f"address {text!r}", why="no host and port", hint="use tcp://host:port")
+        if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+            raise AddressError(f"address {text!r}", why=f"the port {port!r} is not a number from 0 to 65535")
+        return Address("tcp", host=host, port=int(port))
     if not rest.startswith("/"):
         raise AddressError(f"address {text!r}", why="the path is not absolute", hint=f"write {scheme}:///{rest}")
     size = len(rest.encode())
@@ -72,16 +78,6 @@ def parse_address(text: str) -> Address:
             hint="use a shorter directory",
         )
     return Address(scheme, path=rest)
-
-
-def _parse_tcp(text: str, rest: str) -> Address:
-    host, separator, port = rest.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not separator or not host:
-        raise AddressError(f"address {text!r}", why="no host and port", hint="use tcp://host:port")
-    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise AddressError(f"address {text!r}", why=f"the port {port!r} is not a number from 0 to 65535")
-    return Address("tcp", host=host, port=int(port))
 
 
 class ConnectionLost(Exception):

@@ -74,7 +74,7 @@ class ClientStatistics(msgspec.Struct):
     bytes_out: int = 0
 
 
-class Client:
+class RpcClient:
     """A connection to one server, made when first needed and made again when lost; shared by all its proxies.
 
     Args:
@@ -361,7 +361,7 @@ class ClientConnection:
 
     channel: Channel
 
-    def __init__(self, client: Client, address: str) -> None:
+    def __init__(self, client: RpcClient, address: str) -> None:
         loop = asyncio.get_running_loop()
         self.client = client
         self.address = address
@@ -487,7 +487,7 @@ class ClientConnection:
             return
         if isinstance(answer, ItemFrame):
             incoming = self.streams.get(answer.id)
-            # Of a stream that was cancelled items may still be under way.
+            # Items of a cancelled stream may still be under way.
             if incoming is not None:
                 incoming.put(answer.value)
             return
@@ -674,21 +674,21 @@ def describe(function: Callable[..., Any], method: Method) -> Callable[..., Any]
 class _Proxy:
     """Looks like an implementation of the interface."""
 
-    def __init__(self, client: Client, api: type, timeout_s: float, window: int) -> None:
+    def __init__(self, client: RpcClient, api: type, timeout_s: float, window: int) -> None:
         self.__dict__["_relax_of"] = (client, api)
         for name, method in methods_of(api).items():
             make = self._streamer(client, method, timeout_s, window) if method.stream else None
             self.__dict__[name] = describe(make or self._caller(client, method, timeout_s), method)
 
     @staticmethod
-    def _caller(client: Client, method: Method, timeout_s: float) -> Callable[..., Awaitable[Any]]:
+    def _caller(client: RpcClient, method: Method, timeout_s: float) -> Callable[..., Awaitable[Any]]:
         async def call(*args: Any, **kwargs: Any) -> Any:
             return await client.call(method, method.bind(args, kwargs), timeout_s)
 
         return call
 
     @staticmethod
-    def _streamer(client: Client, method: Method, timeout_s: float, window: int) -> Callable[..., RemoteStream[Any]]:
+    def _streamer(client: RpcClient, method: Method, timeout_s: float, window: int) -> Callable[..., RemoteStream[Any]]:
         def stream(*args: Any, **kwargs: Any) -> RemoteStream[Any]:
             return client.stream(method, method.bind(args, kwargs), timeout_s, window)
 

@@ -47,13 +47,10 @@ class _Rule(NamedTuple):
     until: float
 
     def concerns(self, channel: Impaired) -> bool:
-        return not self.peers or any(_names(peer, channel) for peer in self.peers)
-
-
-def _names(peer: str, channel: Impaired) -> bool:
-    if "://" in peer:
-        return peer in channel.peer
-    return peer == channel.who or peer == channel.who.partition("/")[0] != ""
+        role = channel.who.partition("/")[0]
+        return not self.peers or any(
+            peer in channel.peer if "://" in peer else peer == channel.who or peer == role != "" for peer in self.peers
+        )
 
 
 _lock = threading.Lock()

@@ -8,11 +8,11 @@ client binds an interface and gets an object of the same type::
         async def total(self) -> int: ...
         async def add(self, n: int) -> int: ...
 
-    server = Server(hello)
+    server = RpcServer(hello)
     server.offer(Counter, implementation)
     address = await server.listen("unix:///run/x/counter.sock")
 
-    client = Client(address, hello)
+    client = RpcClient(address, hello)
     counter = client.bind(Counter, timeout_s=5.0)
     await counter.add(2)
 
@@ -24,18 +24,18 @@ cancelled), `ProtocolError` (other protocol, other run, message too large), the 
 
 from __future__ import annotations
 
-from relax_rt.transport.rpc.client import Client, ClientStatistics
+from relax_rt.transport.rpc.client import ClientStatistics, RpcClient
 from relax_rt.transport.rpc.identity import CurveKeys
 from relax_rt.transport.rpc.interface import eager, idempotent, tell
-from relax_rt.transport.rpc.server import Server, ServerStatistics, caller
+from relax_rt.transport.rpc.server import RpcServer, ServerStatistics, caller
 from relax_rt.transport.rpc.wire import PROTOCOL, make_hello
 
 __all__ = [
     "PROTOCOL",
-    "Client",
     "ClientStatistics",
     "CurveKeys",
-    "Server",
+    "RpcClient",
+    "RpcServer",
     "ServerStatistics",
     "caller",
     "eager",

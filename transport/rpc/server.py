@@ -49,7 +49,7 @@ _caller: contextvars.ContextVar[Hello] = contextvars.ContextVar("relax_rpc_calle
 _CANCEL_PATIENCE_S = 1.0
 _CLIENT_CLOSE_S = 0.25
 """How long `close` waits for clients to close idle connections; one that is stopped is not waited for."""
-TOLD_BYTES = 1024 * 1024
+ONE_WAY_BYTES = 1024 * 1024
 """Bytes of one-way messages of one connection that are held when there is no room."""
 
 
@@ -95,11 +95,11 @@ class _Listener(Protocol):
     async def close(self) -> None: ...
 
 
-class Server:
+class RpcServer:
     """Offers implementations of interfaces to peers of the same run.
 
     Args:
-        hello: who this process is; peers of another run or protocol are turned away.
+        hello: who this process is; peers of another run or protocol are rejected.
         max_message_bytes: bound of one message, in both directions.
         max_inflight: handlers at work for one connection; as many requests may wait for room, who sends more is
             not read.
@@ -282,7 +282,7 @@ class Server:
 class ServerConnection:
     """A peer of the server: first greets, then calls."""
 
-    def __init__(self, server: Server, channel: Channel) -> None:
+    def __init__(self, server: RpcServer, channel: Channel) -> None:
         loop = asyncio.get_running_loop()
         self.server = server
         self.channel = channel
@@ -290,7 +290,7 @@ class ServerConnection:
         self.requests: dict[int, CallTask] = {}
         self.inflight = 0
         self._held: collections.OrderedDict[int | str, _HeldRequest] = collections.OrderedDict()
-        self._held_bytes = self._told_bytes = self._tells = 0
+        self._held_bytes = self._one_way_bytes = self._tells = 0
         self._paused = False
         self.ended: asyncio.Future[None] = loop.create_future()
         self._context = contextvars.copy_context()
@@ -376,7 +376,7 @@ class ServerConnection:
         if isinstance(request, TellFrame):
             self._tells += 1
             key = f"tell {self._tells}"
-            self._told_bytes += size
+            self._one_way_bytes += size
         else:
             key = request.id
         self._held_bytes += size
@@ -391,14 +391,14 @@ class ServerConnection:
         # A client bounds its requests by the limit in the greeting; one-way messages are bounded only here.
         server = self.server
         many = len(self._held) >= server.max_inflight
-        return many or self._told_bytes >= TOLD_BYTES or self._held_bytes >= server.max_message_bytes
+        return many or self._one_way_bytes >= ONE_WAY_BYTES or self._held_bytes >= server.max_message_bytes
 
     def _release(self, key: int | str) -> _HeldRequest:
         held = self._held.pop(key)
         held.timer.cancel()
         self._held_bytes -= held.size
         if isinstance(held.request, TellFrame):
-            self._told_bytes -= held.size
+            self._one_way_bytes -= held.size
         return held
 
     def go_away(self) -> None:
@@ -645,7 +645,7 @@ class CallTask:
         if isinstance(request, TellFrame):
             self.connection.server.counters.faults += 1
             trace = "".join(traceback.format_exception(error))
-            log.warning("%s: %s.%s, told by %s, failed:\n%s", who, request.api, request.method, self._peer(), trace)
+            log.warning("%s: %s.%s, sent by %s, failed:\n%s", who, request.api, request.method, self._peer(), trace)
             return None
         # A handler may turn its cancellation into an error of its own; the deadline is the cause.
         if self._expired:

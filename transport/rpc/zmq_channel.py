@@ -134,10 +134,7 @@ class _ZmqChannel:
         self._wake()
         self._release()
         # Later, so that no caller of `send` or `close` is re-entered.
-        self._loop.call_soon(self._lost, reason)
-
-    def _lost(self, reason: str) -> None:
-        self._receiver.lost(reason)
+        self._loop.call_soon(lambda: self._receiver.lost(reason))
 
     def _push(self, message: bytes) -> bool:
         """Hand a message to ZeroMQ; False when its queue is full. Raises _Gone."""
@@ -231,10 +228,6 @@ class RouterChannel(_ZmqChannel):
         if not (self._ended or (impair.active and impair.hold(self, message, out=False))):
             self._receiver.received(message)
 
-    def ping(self) -> None:
-        if not self._ended and not self._outbox:
-            self.send(_PING)
-
     def pause(self) -> None:
         if not self._ended:
             self._listener.pause(self)
@@ -326,7 +319,8 @@ class RouterListener:
         while True:
             await asyncio.sleep(PING_INTERVAL_S)
             for channel in list(self._channels.values()):
-                channel.ping()
+                if not channel.congested:
+                    channel.send(_PING)
 
 
 def _configure(sock: zmq.asyncio.Socket, max_message_bytes: int) -> None:
@@ -367,7 +361,7 @@ async def listen(
 async def dial(
     address: Address, attach: Callable[[Channel], MessageReceiver], max_message_bytes: int, keys: CurveKeys | None
 ) -> Channel:
-    """Begin to connect; that it stands is shown by the server's greeting, that it does not by `Receiver.lost`.
+    """Begin to connect. The server's greeting confirms the connection; `MessageReceiver.lost` reports its failure.
 
     Raises:
         AddressError: port 0.

@@ -61,7 +61,7 @@ def read_export(folder: Path, version: int) -> Export:
     try:
         export = msgspec.msgpack.decode(_export_path(folder, version).read_bytes(), type=Export)
     except FileNotFoundError:
-        raise Gone(what, why=f"not shown in {folder}") from None
+        raise Gone(what, why=f"not exported in {folder}") from None
     check_owner(export)
     return export
 
@@ -137,12 +137,12 @@ class CudaStage:
     def _free_slot(self) -> tuple[int, int]:
         """Lock the pin of a slot that nobody reads and withdraw what it held; the newest version's slot stays."""
         paths = sorted(self._folder.glob("v*.cuda"))
-        shown = {path: msgspec.msgpack.decode(path.read_bytes(), type=Export) for path in paths}
-        newest = max((e.version for e in shown.values()), default=0)
+        exports = {path: msgspec.msgpack.decode(path.read_bytes(), type=Export) for path in paths}
+        newest = max((e.version for e in exports.values()), default=0)
         for number in range(SLOTS):
             name = f"cuda{number}.pin"
-            holds = {path for path, export in shown.items() if export.pin == name}
-            if any(shown[path].version == newest and shown[path].pid == os.getpid() for path in holds):
+            holds = {path for path, export in exports.items() if export.pin == name}
+            if any(exports[path].version == newest and exports[path].pid == os.getpid() for path in holds):
                 continue
             descriptor = os.open(self._folder / name, os.O_RDWR | os.O_CREAT, 0o600)
             try:
@@ -192,7 +192,7 @@ class CudaIpcSource:
         if self._export.digest != record.digest and record.digest:
             raise Corrupt(
                 f"policy version {record.version}",
-                why=f"committed with digest {record.digest}, shown with {self._export.digest}",
+                why=f"committed with digest {record.digest}, exported with {self._export.digest}",
             )
         check_manifest(manifest, record, f"policy version {record.version} on the device")
 
@@ -228,7 +228,7 @@ class CudaIpcSource:
             except BlockingIOError:
                 raise Gone(f"policy version {self.record.version}", why="its memory is being filled anew") from None
             if read_export(self._folder, self.record.version) != self._export:
-                raise Gone(f"policy version {self.record.version}", why="shown again by another incarnation")
+                raise Gone(f"policy version {self.record.version}", why="exported again by another incarnation")
             with device.opened(self._export.memory) as view:
                 yield view
         except DeviceFailed:
@@ -242,5 +242,5 @@ class CudaIpcSource:
         check_owner(self._export)
         raise Corrupt(
             f"weights of policy version {self.record.version}, bytes {part.start}-{part.stop}",
-            why="the copy does not match the digest taken when they were shown",
+            why="the copy does not match the digest computed at export",
         )

@@ -58,7 +58,7 @@ def apply(
     """Turn the base that `into` holds into the deltas' version, and verify every bucket of it.
 
     Args:
-        deltas: the blocks of each, applied one behind the other.
+        deltas: the blocks of each, applied one after the other.
         manifest: of the version, see Manifest.as_delta.
         verified: False: the caller verifies `into`.
         until: deadline by time.monotonic(), checked between buckets.
@@ -71,7 +71,7 @@ def apply(
     places = [0] * len(deltas)
     for part, expected in zip(bucket_slices(manifest.layout.nbytes), manifest.buckets, strict=True):
         if time.monotonic() > until:
-            raise DeadlineExceeded(f"{what} was not applied in time", why="it was given up")
+            raise DeadlineExceeded(f"{what} was not applied in time", why="its deadline has passed")
         bucket = into[part]
         for number, blocks in enumerate(deltas):
             places[number] = _apply_bucket(blocks, places[number], np.frombuffer(bucket, np.uint8), what)

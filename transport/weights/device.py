@@ -80,7 +80,6 @@ class DeviceView:
         self.pointer, self.nbytes, self.owner = pointer, nbytes, owner
 
     def part(self, start: int, stop: int) -> DeviceView:
-        """Return the bytes from start to stop, not copied."""
         return DeviceView(self.pointer + start, stop - start, self)
 
     def array(self) -> Any:
@@ -119,7 +118,7 @@ def digest_weights(count: int) -> np.ndarray:
 
 
 class DeviceBuffer:
-    """An allocation of its own: a pool's block could not be shown to others without its neighbours.
+    """An allocation of its own: a pool's block could not be exported without its neighbours.
 
     Raises:
         DeviceFailed: no room.
@@ -132,7 +131,6 @@ class DeviceBuffer:
 
     @property
     def view(self) -> DeviceView:
-        """All of it."""
         return DeviceView(self._pointer, self.nbytes, self)
 
     def export(self) -> DeviceMemory:
@@ -142,7 +140,7 @@ class DeviceBuffer:
         return DeviceMemory(handle, device_uuid(cupy().cuda.Device().id), 0, self.nbytes)
 
     def free(self) -> None:
-        """Give it back; nobody else may have it open."""
+        """Free it; no other process may have it open."""
         if self._pointer:
             pointer, self._pointer = self._pointer, 0
             cupy().cuda.runtime.free(pointer)

@@ -64,7 +64,6 @@ class StoredVersion(msgspec.Struct, frozen=True):
 
 
 def version_folder(root: Path, version: int) -> Path:
-    """Name the folder of a version."""
     return root / f"v{version:08d}"
 
 
@@ -119,7 +118,15 @@ class WeightDirectory:
         try:
             temporary.mkdir(mode=0o700)
             stored = list(self._write_shards(temporary, manifest, data, until, what))
-            self._write_rest(temporary, StoredVersion(FORMAT, record, manifest, tuple(stored)))
+            total = sum(entry.nbytes for entry in manifest.layout.entries)
+            index = {"metadata": {"total_size": total}, "weight_map": {t.name: t.file for t in stored}}
+            (temporary / INDEX_FILE).write_bytes(msgspec.json.encode(index))
+            version = StoredVersion(FORMAT, record, manifest, tuple(stored))
+            (temporary / MANIFEST_FILE).write_bytes(msgspec.json.encode(version))
+            if self._companions is not None:
+                for pattern in COMPANIONS:
+                    for path in self._companions.glob(pattern):
+                        shutil.copyfile(path, temporary / path.name)
             self._fence()
             temporary.rename(folder)
         except OSError as error:
@@ -172,16 +179,6 @@ class WeightDirectory:
                     yield StoredTensor(entry.name, name, digest.hexdigest())
             finally:
                 os.close(descriptor)
-
-    def _write_rest(self, folder: Path, stored: StoredVersion) -> None:
-        total = sum(entry.nbytes for entry in stored.manifest.layout.entries)
-        index = {"metadata": {"total_size": total}, "weight_map": {t.name: t.file for t in stored.tensors}}
-        (folder / INDEX_FILE).write_bytes(msgspec.json.encode(index))
-        (folder / MANIFEST_FILE).write_bytes(msgspec.json.encode(stored))
-        if self._companions is not None:
-            for pattern in COMPANIONS:
-                for path in self._companions.glob(pattern):
-                    shutil.copyfile(path, folder / path.name)
 
 
 class DirectorySource:

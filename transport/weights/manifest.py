@@ -20,7 +20,7 @@ BUCKET_BYTES = 16 << 20
 MAX_DELTA = 0.5
 """A delta, or several, or adapters of more than this part of the whole are not worth the work of applying them."""
 MAX_DELTAS = 16
-"""That are kept to be applied one behind the other."""
+"""Deltas that are kept, to be applied one after the other."""
 MAX_WEIGHT_BYTES = 1 << 44
 MAX_WIRE_HEADER_BYTES = 64 << 20
 
@@ -52,7 +52,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 Payload = Literal["full", "delta"]
 Sent = Literal["full", "delta", "adapters"]
-"""As what a version travels."""
+"""The form in which a version travels."""
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):

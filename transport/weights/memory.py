@@ -68,7 +68,7 @@ def opened(memory: Memory, *, writable: bool) -> Iterator[HostView]:
     """Map a file of shared memory for the length of a block.
 
     Raises:
-        Refused: it is not there, is shorter than said, or is not memory of the CPU.
+        Refused: it is not there, is shorter than stated, or is not memory of the CPU.
     """
     if not isinstance(memory, HostMemory):
         raise Refused(f"memory of device {memory.device}", why="shared memory of the CPU is wanted")
@@ -79,7 +79,7 @@ def opened(memory: Memory, *, writable: bool) -> Iterator[HostView]:
     try:
         if (size := os.fstat(descriptor).st_size) < memory.nbytes:
             raise Refused(f"shared memory {memory.path}", why=f"it has {size} bytes of {memory.nbytes}")
-        # Private to whoever only reads: a library that writes where it must not harms its own pages.
+        # A reader's mapping is private: a library that writes where it must not harms its own pages.
         flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE
         mapping = mmap.mmap(descriptor, memory.nbytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
     finally:

@@ -61,7 +61,6 @@ class Lora(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Factor of b @ a."""
         return self.alpha / self.rank
 
 
@@ -149,7 +148,7 @@ def merge_lora(lora: Lora, layout: Layout, into: memoryview, *, workers: int = 0
             for done in [pool.submit(_add_products, shared) for _ in range(workers)]:
                 done.result()
     if late.is_set():
-        raise DeadlineExceeded("adapters were not added in time", why="the computation was given up")
+        raise DeadlineExceeded("adapters were not added in time", why="their deadline has passed")
 
 
 class _Exact(NamedTuple):
@@ -327,7 +326,7 @@ def _opened(blob: memoryview, what: str) -> tuple[Header, memoryview]:
 
 def _facts(header: Header, payload: str, what: str) -> dict[str, str]:
     if header.metadata.get("payload") != payload:
-        raise Corrupt(what, why=f"it says that it is {header.metadata.get('payload', 'nothing')[:32]!r}")
+        raise Corrupt(what, why=f"its kind is {header.metadata.get('payload', 'nothing')[:32]!r}")
     return header.metadata
 
 

@@ -25,7 +25,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import zmq
@@ -72,29 +72,12 @@ _SIDE_FILES = ("adapters", "delta")
 _NAME = re.compile(r"(manifest|weights|wire|adapters|delta)-(\d{1,18})-([0-9a-f]{0,64})")
 
 
-def manifest_name(version: int, digest: str) -> str:
-    """Name a version's manifest: its length in front (MANIFEST_HEAD), then JSON."""
-    return f"manifest-{version}-{digest}"
+def served_name(kind: Literal["manifest", "weights", "wire", "adapters", "delta"], version: int, digest: str) -> str:
+    """Name what the server gives out: a version's manifest or flat buffer, or what its manifest says lies beside them.
 
-
-def weights_name(version: int, digest: str) -> str:
-    """Name a version's flat buffer."""
-    return f"weights-{version}-{digest}"
-
-
-def wire_name(version: int, digest: str) -> str:
-    """Name a version in the wire dtype, if its manifest has `wire_bytes`."""
-    return f"wire-{version}-{digest}"
-
-
-def adapters_name(version: int, digest: str) -> str:
-    """Name a version's adapters, if its manifest has `adapter_bytes`; their base is version ROOT."""
-    return f"adapters-{version}-{digest}"
-
-
-def delta_name(version: int, digest: str) -> str:
-    """Name the delta that makes a version, as long as a manifest names it."""
-    return f"delta-{version}-{digest}"
+    A manifest is served with its length in front (MANIFEST_HEAD). A delta is served as long as any manifest names it.
+    """
+    return f"{kind}-{version}-{digest}"
 
 
 def stage_server(folder: Path, keys: CurveKeys | None, *, io_threads: int = 2) -> PayloadServer:
@@ -102,7 +85,7 @@ def stage_server(folder: Path, keys: CurveKeys | None, *, io_threads: int = 2) -
     return PayloadServer(folder, keys=keys, served=StagedVersions(folder), io_threads=io_threads)
 
 
-class _Pinned(NamedTuple):
+class _ServedVersion(NamedTuple):
     kind: str
     view: memoryview
     release: contextlib.ExitStack
@@ -113,7 +96,7 @@ class StagedVersions:
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
-        self._pins: OrderedDict[str, _Pinned] = OrderedDict()
+        self._pins: OrderedDict[str, _ServedVersion] = OrderedDict()
         self._used: dict[str, float] = {}
         self._manifest = ("", b"")
 
@@ -153,7 +136,6 @@ class StagedVersions:
                 self._unpin(name)
 
     def clear(self) -> None:
-        """Unpin all."""
         for name in list(self._pins):
             self._unpin(name)
 
@@ -182,7 +164,7 @@ class StagedVersions:
                 oldest = alike.pop(0)
                 total -= len(self._pins[oldest].view)
                 self._unpin(oldest)
-            self._pins[name] = _Pinned(kind, view, entering.pop_all())
+            self._pins[name] = _ServedVersion(kind, view, entering.pop_all())
 
     def _version_bytes(self) -> int:
         """Size of a version on the stage, by its buffers; 0: there is none."""
@@ -337,7 +319,7 @@ class StageMirror:
             os.close(descriptor)
 
     def _fetch(self, record: VersionRecord, until: float) -> None:
-        with _Reader(self._locate, self._keys, self._settings, until, self._report_wait) as reader:
+        with _StageReader(self._locate, self._keys, self._settings, until, self._report_wait) as reader:
             try:
                 manifest = _read_manifest(reader, record)
                 stage = WeightStage(self.folder, manifest.epoch)
@@ -351,7 +333,7 @@ class StageMirror:
             finally:
                 self.bytes_in += reader.bytes_in
 
-    def _fill(self, reader: _Reader, stage: WeightStage, manifest: Manifest, until: float) -> None:
+    def _fill(self, reader: _StageReader, stage: WeightStage, manifest: Manifest, until: float) -> None:
         keep = max(
             (int(found[1]) for path in self.folder.iterdir() if (found := _VERSION.fullmatch(path.name))), default=0
         )
@@ -372,7 +354,9 @@ class StageMirror:
                 self._report_wait(str(error))
                 time.sleep(_ROOM_RETRY_S)
 
-    def _make(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float) -> None:
+    def _make(
+        self, reader: _StageReader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float
+    ) -> None:
         """Fill `into` with the version: by a delta, the wire dtype or adapters where that saves bytes, else in full.
 
         Buckets that do not match their digest afterwards are fetched in full."""
@@ -386,7 +370,7 @@ class StageMirror:
         reader.read_weights(manifest, into, wrong)
 
     def _make_from_less(
-        self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float
+        self, reader: _StageReader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float
     ) -> Sent:
         """Make the version from deltas, the wire dtype or adapters, as far as possible; the result is not verified."""
         held, narrow = self._find_held(manifest), manifest.wire_bytes
@@ -399,7 +383,7 @@ class StageMirror:
         if narrow and _missing_exceeds(manifest, into, narrow):
             blob = bytearray(narrow)
             try:
-                reader.read_all(wire_name(manifest.version, manifest.digest), memoryview(blob))
+                reader.read_all(served_name("wire", manifest.version, manifest.digest), memoryview(blob))
                 decode_wire(memoryview(blob), manifest.layout, into)
             except (Gone, Corrupt, Refused):
                 reader.reset()
@@ -409,7 +393,7 @@ class StageMirror:
         adapted = self._apply_in_time(reader, lambda: self._fetch_adapters(reader, stage, manifest, into), until)
         return "adapters" if adapted else "full"
 
-    def _apply_in_time(self, reader: _Reader, fetch: Callable[[], _Make], until: float) -> bool:
+    def _apply_in_time(self, reader: _StageReader, fetch: Callable[[], _Make], until: float) -> bool:
         """Fetch and apply; return whether that succeeded in time. `why_full` says why not."""
         if self._in_full:
             self._in_full -= 1
@@ -442,26 +426,26 @@ class StageMirror:
             self.why_full = f"its deltas are of {bases_of(manifest)}; none is whole on this node's stage"
         return None
 
-    def _fetch_deltas(self, reader: _Reader, manifest: Manifest, held: _Held, into: memoryview) -> _Make:
+    def _fetch_deltas(self, reader: _StageReader, manifest: Manifest, held: _Held, into: memoryview) -> _Make:
         """Copy the version that is here into `into` and fetch the deltas that lead on from it."""
         # Pinned only for the copy: nothing may overwrite it meanwhile.
         with pinned(self.folder, held.base) as view:
             copy_verified(held.base, view, into)
         blobs = [memoryview(bytearray(delta.nbytes)) for delta in held.deltas]
         for delta, blob in zip(held.deltas, blobs, strict=True):
-            reader.read_all(delta_name(delta.version, delta.digest), blob)
+            reader.read_all(served_name("delta", delta.version, delta.digest), blob)
         named = manifest.as_delta(held.base.version, held.base.digest)
         return lambda by: apply(blobs, into, named, verified=False, until=by)
 
-    def _fetch_adapters(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview) -> _Make:
+    def _fetch_adapters(self, reader: _StageReader, stage: WeightStage, manifest: Manifest, into: memoryview) -> _Make:
         """Fill `into` with the base, which is fetched once, and fetch the adapters."""
         base = self._base(reader, stage, manifest, into)
         blob = memoryview(bytearray(manifest.adapter_bytes))
-        reader.read_all(adapters_name(manifest.version, manifest.digest), blob)
+        reader.read_all(served_name("adapters", manifest.version, manifest.digest), blob)
         lora = lora_for(blob, base)
         return lambda by: merge_lora(lora, base.layout, into, until=by)
 
-    def _base(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview) -> Manifest:
+    def _base(self, reader: _StageReader, stage: WeightStage, manifest: Manifest, into: memoryview) -> Manifest:
         """Copy the base of the version's adapters from this node's stage; fetch it first if it is missing or damaged.
 
         A broken attempt is resumed."""
@@ -478,7 +462,7 @@ class StageMirror:
         return base
 
 
-class _Reader:
+class _StageReader:
     """Reads named bytes from a stage's server in the calling thread; reconnects when connections are lost."""
 
     def __init__(
@@ -502,7 +486,7 @@ class _Reader:
         self.bytes_in = 0
         self._last_at = float("-inf")
 
-    def __enter__(self) -> _Reader:
+    def __enter__(self) -> _StageReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -510,7 +494,6 @@ class _Reader:
         self._context.term()
 
     def read(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes of `name` from `offset` on."""
         for _ in self._fetch_ranges({(offset, len(into)): into}, name):
             pass
 
@@ -527,7 +510,10 @@ class _Reader:
 
     def read_weights(self, manifest: Manifest, into: memoryview, missing: dict[int, slice]) -> None:
         """Fill `into` with the buckets of a version that are missing there, by where they begin."""
-        name, what = weights_name(manifest.version, manifest.digest), f"weights of policy version {manifest.version}"
+        name, what = (
+            served_name("weights", manifest.version, manifest.digest),
+            f"weights of policy version {manifest.version}",
+        )
         parts = bucket_slices(manifest.layout.nbytes)
         expected = {part.start: digest for part, digest in zip(parts, manifest.buckets, strict=True)}
         for attempt in range(2):
@@ -547,7 +533,9 @@ class _Reader:
             missing = wrong
             part = next(iter(wrong.values()))
             if attempt:
-                raise Corrupt(f"{what}, bytes {part.start}-{part.stop}", why="they do not match their digest")
+                raise Corrupt(
+                    f"weights of {what}, bytes {part.start}-{part.stop}", why="they do not match their digest"
+                )
 
     def _fetch_ranges(self, places: dict[tuple[int, int], memoryview], name: str) -> Generator[int]:
         """Fetch ranges of a name into their places; yield the offset of each when it is complete.
@@ -599,7 +587,6 @@ class _Reader:
                 self._arrived.clear()
 
     def arrived(self, entry: CacheEntry, nbytes: int) -> None:
-        """For `FetchSink`."""
         self.bytes_in += nbytes
         self._last_at = time.monotonic()
         self._attempts = 0
@@ -608,7 +595,6 @@ class _Reader:
             self._arrived.append(entry)
 
     def failed(self, entry: CacheEntry, error: RelaxError) -> None:
-        """For `FetchSink`."""
         self._error = self._error or error
 
     def protocol_error(self, peer: str, error: ProtocolError) -> None:
@@ -658,8 +644,8 @@ def _missing_exceeds(manifest: Manifest, data: memoryview, nbytes: int) -> bool:
     return any(sofar > nbytes for sofar in missing)
 
 
-def _read_manifest(reader: _Reader, record: VersionRecord) -> Manifest:
-    name, what = manifest_name(record.version, record.digest), f"weights of policy version {record.version}"
+def _read_manifest(reader: _StageReader, record: VersionRecord) -> Manifest:
+    name, what = served_name("manifest", record.version, record.digest), f"weights of policy version {record.version}"
     head = bytearray(MANIFEST_HEAD.size)
     reader.read(name, 0, memoryview(head))
     text = bytearray(manifest_bytes(bytes(head), what))

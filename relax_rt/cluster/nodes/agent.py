@@ -56,7 +56,7 @@ from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, owner_of, slo
 from relax_rt.supervision.system_roles import AGENT_SLOT
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server, make_hello
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcClient, RpcServer, make_hello
 
 T = TypeVar("T")
 
@@ -112,7 +112,7 @@ class NodeAgent:
             environment=role_environment(paths, run_id=membership.run_id, node=membership.node, host=record.host),
         )
         self._keeper_pid = keeper_pid
-        self._client = Client(
+        self._client = RpcClient(
             record.head, make_hello(HELLO_NAME, Incarnation(f"{membership.node}/0", membership.epoch)), curve=keys
         )
         # Several calls fit into a lease, so that one that is lost does not cost it.
@@ -135,7 +135,7 @@ class NodeAgent:
             loop.add_signal_handler(number, self._interrupted, signal.Signals(number).name)
         if self._keeper_pid:
             self._local.watch_keeper(self._keeper_pid)
-        server = Server(make_hello(self.membership.run_id, Incarnation(AGENT_SLOT, 0)))
+        server = RpcServer(make_hello(self.membership.run_id, Incarnation(AGENT_SLOT, 0)))
         server.offer(WhereApi, self)
         await server.listen(f"unix://{self.paths.agent_socket}")
         self._local.prepare()
@@ -299,7 +299,7 @@ class NodeAgent:
             self._session.add(EventLine(msgspec.json.encode({**event, "node": self.membership.node})))
             self._to_report.set()
 
-    async def _close(self, server: Server, follower: EventFollower, end: MembershipEnd) -> None:
+    async def _close(self, server: RpcServer, follower: EventFollower, end: MembershipEnd) -> None:
         left = await self._local.close()
         await server.close()
         self._events.emit("node_ended", node=self.membership.node, node_epoch=self.membership.epoch, reason=end.reason)

@@ -64,7 +64,7 @@ from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, read_run
 from relax_rt.transport.rpc.channel import AddressError, parse_address
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import CurveKeys, Server, make_hello
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcServer, make_hello
 
 MIB = 1 << 20
 BIND_TIMEOUT_S = 10.0
@@ -393,7 +393,7 @@ class NodeListener:
         self._fleet, self._table = fleet, table
         self._config, self._system = config, system
         self._log = structlog.get_logger()
-        self._server = Server(make_hello(HELLO_NAME, Incarnation(f"{HEAD}/0", 0)), curve=keys)
+        self._server = RpcServer(make_hello(HELLO_NAME, Incarnation(f"{HEAD}/0", 0)), curve=keys)
         self._server.offer(HeadApi, self)
         self._ticking: asyncio.Task[None] | None = None
         self.address = ""

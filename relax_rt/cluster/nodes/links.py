@@ -23,7 +23,7 @@ from relax_rt.transport.memory.refs import owner_key
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.rpc.errors import Unreachable
 from relax_rt.transport.rpc.identity import Hello, Incarnation
-from relax_rt.transport.rpc.rpc import Client, CurveKeys
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcClient
 
 RUN_ENV, HOST_ENV, KEY_ENV = "RELAX_RUN", "RELAX_HOST", "RELAX_KEY"
 COLLECTIVES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -86,7 +86,7 @@ class AddressResolver:
     """
 
     def __init__(self, socket_dir: Path, hello: Hello) -> None:
-        self._client = Client(f"unix://{socket_dir / AGENT_SOCKET}", hello)
+        self._client = RpcClient(f"unix://{socket_dir / AGENT_SOCKET}", hello)
         self._agent = self._client.bind(WhereApi, timeout_s=RESOLVE_TIMEOUT_S)
 
     async def resolve(self, slot: str) -> str:

@@ -231,10 +231,10 @@ class RegistryCore:
         After a gap (the process was stopped, the machine slept) renewals that arrived in the meantime are processed
         first: nothing lapses at this tick, and after a long gap every lease starts again at full length.
         """
-        verdict = self._pauses.look(now)
+        verdict = self._pauses.check(now)
         if verdict == "restart":
             self._deadlines = {slot: now + self._entries[slot].ttl_s for slot in self._deadlines}
-        if verdict != "judge":
+        if verdict != "expire":
             return []
         lapsed = []
         for slot in [s for s, deadline in self._deadlines.items() if deadline <= now]:

@@ -2,9 +2,9 @@
 
 An engine is
 
-    healthy     at the committed version, with nothing against it
-    stale       fine, but at other weights: it gets work only of callers that allow as much lag
-    suspect     a call failed, or it makes no tokens although it has work: it is probed and gets no work
+    healthy     at the committed version, without a suspicion
+    stale       at other weights: it gets work only of callers that allow as much lag
+    suspect     a call failed, or it generates no tokens although it has work: it is probed and gets no work
     dead        the registry says so, or it was suspect for too long
     restarting  a new incarnation that is not ready yet, or one that is stopping
 
@@ -25,9 +25,9 @@ from relax_rt.transport.base.versions import ROOT, VersionRecord, VersionTree
 EngineHealth = Literal["healthy", "suspect", "dead", "restarting", "stale"]
 
 REMEMBERED = 64
-"""How many versions, the newest ones, `Fleet.allowed` considers."""
+"""Number of newest versions that `Fleet.allowed` considers."""
 KNOWN = 8 * REMEMBERED
-"""How many versions, the newest ones, have a known distance for certain; up to twice as many are kept."""
+"""Number of newest versions whose distance is known for certain; up to twice as many are kept."""
 
 
 class HealthLimits(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class HealthLimits(msgspec.Struct, frozen=True):
 
     Attributes:
         stuck_s: without a token although it has work.
-        paused_s: the same while it says why (weights are being swapped).
+        paused_s: the same while it reports a reason (weights are being swapped).
         dead_s: from suspect to dead.
         probe_every_s: between two probes.
     """
@@ -62,11 +62,11 @@ class EngineState:
 
     Attributes:
         registered: state by the registry; "unlisted" once its list lacks the slot.
-        assigned: our sequences that it has, or that are on their way to it. unacknowledged: those of them of which it
-            has said nothing yet, so that its report does not count them.
-        failure: why the last call or probe failed. stall: why it is taken to be stuck.
+        assigned: this router's sequences that it has, or that are on their way to it. unacknowledged: those of them
+            without an update yet, so that its report does not count them.
+        failure: why the last call or probe failed. stall: why it counts as stuck.
         on_trial: it was stuck and is idle: it gets one sequence to show that it works again.
-        report: its last one. revoked: sequences taken away from it since, which the report still counts.
+        report: its last one. revoked: sequences revoked since, which the report still counts.
     """
 
     slot: str
@@ -82,7 +82,7 @@ class EngineState:
     failure: str = ""
     stall: str = ""
     suspect_since: float = 0.0
-    given_up: bool = False
+    declared_dead: bool = False
     on_trial: bool = False
     report: EngineReport | None = None
     revoked: int = 0
@@ -95,7 +95,7 @@ class EngineState:
 
     @property
     def waiting_on(self) -> str:
-        """Why it makes no tokens, as it says itself."""
+        """Why it generates no tokens, as it reports."""
         return self.report.waiting_on if self.report is not None else ""
 
 
@@ -103,7 +103,7 @@ class Fleet:
     """The engines of a run.
 
     Args:
-        frozen: their weights are no policy version and never change: every engine is at 0, which is the right one.
+        frozen: their weights are no policy version and never change: every engine is at version 0.
     """
 
     def __init__(self, limits: HealthLimits | None = None, *, frozen: bool = False) -> None:
@@ -118,7 +118,7 @@ class Fleet:
     # --- events
 
     def on_members(self, now: float, members: Iterable[EngineEntry]) -> None:
-        """Take over the registry's whole list."""
+        """Apply the registry's whole list."""
         listed = {member.slot: member for member in members}
         for slot in [slot for slot in self.engines if slot not in listed]:
             if self.engines[slot].registered != "gone":
@@ -136,7 +136,7 @@ class Fleet:
                 self._progressed(now, engine)
 
     def on_committed(self, records: Sequence[VersionRecord]) -> None:
-        """Add committed versions; known ones may be left out, and older unknown ones may follow later."""
+        """Add committed versions; known ones may be missing, and older unknown ones may follow later."""
         unknown = (r for r in records if r.version > self._forgotten and r.version not in self._records)
         new = sorted(unknown, key=lambda r: r.version)
         if not new:
@@ -152,26 +152,26 @@ class Fleet:
             self._versions, new = VersionTree(), [self._records[v] for v in sorted(self._records)]
         for record in new:
             if record.parent not in self._versions:
-                # The parent is unknown: the distance to earlier versions is, too.
+                # With the parent, the distance to earlier versions is unknown.
                 self._versions = VersionTree()
                 record = msgspec.structs.replace(record, parent=ROOT)
             self._versions.add(record)
         self.committed = self._records[max(self._records)]
 
     def on_report(self, now: float, slot: str, report: EngineReport) -> None:
-        """Take over an engine's report: the answer to a probe, or what came with tokens."""
+        """Apply an engine's report, from a probe or an update."""
         engine = self._incarnation(now, slot, report.epoch)
         if engine is None or engine.registered == "gone":
             return
         if engine.registered == "starting":
-            # It serves, so it has started: the registry's news of it is on its way.
+            # It answers, so it has started: the registry's change is on its way.
             engine.registered = "ready"
         if report.stopping:
             engine.registered = "draining"
         engine.version = max(engine.version, report.version)
         moved, engine.generated = report.generated > engine.generated, max(engine.generated, report.generated)
         engine.report, engine.revoked = report, 0
-        engine.failure, engine.given_up = "", engine.given_up and bool(engine.stall)
+        engine.failure, engine.declared_dead = "", engine.declared_dead and bool(engine.stall)
         if moved:
             engine.on_trial = False
             self._progressed(now, engine)
@@ -202,7 +202,7 @@ class Fleet:
             engine.unacknowledged += 1
 
     def acknowledge(self, slot: str, epoch: int) -> None:
-        """Note an engine's first word about a sequence: from now on its reports count that."""
+        """Note an engine's first update for a sequence: from now on its reports count it."""
         engine = self.engines.get(slot)
         if engine is not None and engine.epoch == epoch:
             engine.unacknowledged = max(0, engine.unacknowledged - 1)
@@ -211,8 +211,8 @@ class Fleet:
         """Uncount a sequence that is no longer at an engine.
 
         Args:
-            acknowledged: the engine had said a word about it.
-            ended: it ended there, as the engine's last report knows; else it was taken away.
+            acknowledged: the engine had sent an update for it.
+            ended: it ended there, and the engine's last report includes that; else it was revoked.
         """
         engine = self.engines.get(slot)
         if engine is not None and engine.epoch == epoch:
@@ -221,7 +221,7 @@ class Fleet:
             engine.revoked += acknowledged and not ended
 
     def tick(self, now: float) -> None:
-        """Suspect stuck engines; give up those that were suspect for too long."""
+        """Suspect stuck engines; declare dead those that were suspect for too long."""
         for engine in self.engines.values():
             allowed_s = self.limits.paused_s if engine.waiting_on else self.limits.stuck_s
             idle_s = now - engine.progressed_at
@@ -231,10 +231,10 @@ class Fleet:
                 reason = f", {engine.waiting_on}" if engine.waiting_on else ""
                 engine.stall = f"no token in {idle_s:.0f} s though it has work{reason}"
             if engine.suspicion and now - engine.suspect_since > self.limits.dead_s:
-                engine.given_up = True
+                engine.declared_dead = True
 
     def take_due_probes(self, now: float) -> list[EngineState]:
-        """Engines to probe now; each counts as probed."""
+        """Return the engines to probe now; they count as probed."""
         due = [
             engine
             for engine in self.engines.values()
@@ -247,9 +247,9 @@ class Fleet:
     # --- queries
 
     def health(self, slot: str) -> EngineHealth:
-        """Health of a slot's newest incarnation."""
+        """Return the health of a slot's newest incarnation."""
         engine = self.engines[slot]
-        if engine.registered == "gone" or engine.given_up:
+        if engine.registered == "gone" or engine.declared_dead:
             return "dead"
         if engine.registered in ("starting", "draining", "unlisted"):
             return "restarting"
@@ -258,7 +258,7 @@ class Fleet:
         return "healthy" if self.lag(engine.version) == 0 else "stale"
 
     def lag(self, version: int) -> float:
-        """Distance of a version from the committed one; infinite if it is not known."""
+        """Return the distance of a version from the committed one; infinite if unknown."""
         if self.frozen:
             return 0
         if version > self.committed.version > ROOT:
@@ -273,24 +273,24 @@ class Fleet:
         return health == "healthy" or (health == "stale" and self.lag(self.engines[slot].version) <= lag)
 
     def allowed(self, lag: int) -> tuple[int, ...]:
-        """The versions within a lag, oldest first; the committed one is the last."""
+        """Return the versions within a lag, oldest first; the committed one is the last."""
         if self.frozen:
             return (ROOT,)
         return tuple(r.version for r in self._versions.records()[-REMEMBERED:] if self.lag(r.version) <= lag)
 
     def why_revoke(self, slot: str, epoch: int) -> str:
-        """Why the sequences of an incarnation must be taken away from it; empty if they must not."""
+        """Return why the sequences of an incarnation must be revoked; empty: they must not."""
         engine = self.engines.get(slot)
         if engine is None or engine.epoch > epoch:
             return "a newer incarnation fills the slot"
         if engine.registered == "gone":
             return "its process has ended"
-        return engine.stall or (engine.suspicion if engine.given_up else "")
+        return engine.stall or (engine.suspicion if engine.declared_dead else "")
 
     def room(self, now: float, slot: str, first_room: int) -> int:
-        """Further sequences that an engine accepts, as far as is known; before its first report `first_room`.
+        """Return how many further sequences an engine accepts; before its first report `first_room`.
 
-        A report is older than what was assigned or revoked since, so these are added to its word.
+        A report is older than what was assigned or revoked since, so these are added.
         """
         engine = self.engines[slot]
         if now < engine.full_until:
@@ -302,7 +302,7 @@ class Fleet:
         return engine.report.room - engine.unacknowledged + engine.revoked
 
     def why_not(self, slot: str, lag: int) -> str:
-        """Why an engine gets no new work, in words."""
+        """Describe why an engine gets no new work."""
         engine, health = self.engines[slot], self.health(slot)
         if health == "stale":
             at = f"at version {engine.version}" if engine.version else "without weights yet"
@@ -313,7 +313,7 @@ class Fleet:
         return f"{slot} is {health}" if health == "restarting" else f"{slot} is full"
 
     def _incarnation(self, now: float, slot: str, epoch: int) -> EngineState | None:
-        """The slot's state if this is its newest incarnation; fresh if it is newer than the known one."""
+        """Return the slot's state if this is its newest incarnation; a new one if it is newer than the known one."""
         engine = self.engines.get(slot)
         if engine is None or engine.epoch < epoch:
             engine = self.engines[slot] = EngineState(slot, epoch, progressed_at=now)
@@ -322,4 +322,4 @@ class Fleet:
     def _progressed(self, now: float, engine: EngineState) -> None:
         engine.progressed_at = now
         engine.stall = ""
-        engine.given_up = False
+        engine.declared_dead = False

@@ -1,4 +1,4 @@
-"""The wire between routers and the processes that have an engine: one sequence is requested, and streams back.
+"""Interface between routers and the processes that have an engine: one sequence is requested, and streamed back.
 
 Every process with an engine serves `Generation` (roles.rollout.generation); `router.router` calls it.
 """
@@ -39,7 +39,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
         rows: routing rows of `tokens`.
         media: the images in the prompt.
         allowed: policy versions that may begin it, the committed one last; a newer one than that may, too.
-        chunk_tokens: tokens between two updates, about.
+        chunk_tokens: approximate number of tokens between two updates.
         left_s: the engine ends the sequence after so long.
     """
 
@@ -61,7 +61,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Load and state of an engine, as it says itself.
+    """Load and state of an engine, as it reports.
 
     Attributes:
         version: policy version that it samples from.
@@ -70,7 +70,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
         outstanding_tokens: tokens still to come, at most, for all its callers.
         kv_used: share of its KV cache in use.
         room: further requests that it accepts.
-        waiting_on: why it makes no tokens, if it makes none.
+        waiting_on: why it generates no tokens, if it generates none.
         stopping: it accepts nothing and ends soon.
     """
 
@@ -111,7 +111,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class Generation(Protocol):
-    """Sequences made by one engine, for any process of the run."""
+    """Generates sequences with one engine, for any process of the run."""
 
     def generate(self, request: SequenceRequest) -> AsyncIterator[SequenceUpdate]:
         """Generate one sequence. Refused when the engine can never do it. Closing the stream ends the sequence."""

@@ -42,33 +42,33 @@ VERSIONS_TIMEOUT_S = 2.0
 PROBE_TIMEOUT_S = 2.0
 RETRY_S = 0.2
 STABLE_S = 10.0
-"""A background task that ran for so long before it failed has its failures counted anew."""
+"""The failures of a background task that ran for so long are counted anew."""
 MAX_FAILURES = 5
-"""A background task that failed so often, each time before STABLE_S, ends the router."""
+"""A background task that failed so often, each time within STABLE_S, ends the router."""
 LEFT = "its `async with` has ended"
 
 
 class RunConnection(Protocol):
-    """What a router needs of a run: discovery.RunDiscovery has it, and a role's context."""
+    """The part of a run that a router needs; discovery.RunDiscovery has it, and a role's context."""
 
     registry: RegistryApi
 
     def actor(self, name: str, api: type[T], *, timeout_s: float) -> T:
-        """A reference to whoever fills a slot."""
+        """Return a reference to the process in a slot."""
 
 
 class NotGenerated(RelaxError):
-    """A request has ended and is not done; `outcome` has the tokens that were made."""
+    """A request has ended and is not done; `outcome` has the tokens that were generated."""
 
     outcome: Outcome
 
 
 class RouterEnded(Refused):
-    """This router accepts nothing any more: a new one is needed."""
+    """This router has ended: a new one is needed."""
 
 
 class EngineView(msgspec.Struct, frozen=True):
-    """An engine as the router sees it; `lag` is -1 if its version is not known."""
+    """An engine as the router sees it; `lag` is -1 if its version is unknown."""
 
     slot: str
     epoch: int
@@ -81,13 +81,13 @@ class EngineView(msgspec.Struct, frozen=True):
 
 
 class RouterStatistics(msgspec.Struct, frozen=True):
-    """Numbers of a router since it was made; running, waiting and engines are of this moment.
+    """Counters since a router was created, and its current requests and engines.
 
     Attributes:
         counts: submitted, done, cancelled, late, failed, refused; sent, lost, resumed (sent on with tokens), tokens,
             resumed_tokens, rejected_stale and the like.
         sent: sequences sent to each slot.
-        waiting_on: what requests wait for, and how many.
+        waiting_on: what requests wait for, and how many wait for each.
     """
 
     running: int
@@ -101,7 +101,7 @@ class RouterStatistics(msgspec.Struct, frozen=True):
 
 
 class _Caller:
-    """The task that awaits a request."""
+    """The caller of a request: a future, and a queue if it streams."""
 
     def __init__(self, *, streams: bool) -> None:
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -117,8 +117,7 @@ class Router:
 
     Args:
         run: a connection to the run; it outlives the router.
-        role: whose engines are used.
-        limits: bounds and timeouts.
+        role: the role whose engines are used.
         frozen: the engines do not follow the policy; see Fleet.
     """
 
@@ -140,10 +139,10 @@ class Router:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        # A caller that asks again when its request is cancelled would wait for ever: no task serves it any more.
+        # Set first: a caller that retries when its request is cancelled would wait for ever, as no task serves it.
         self._broken = self._broken or LEFT
         for number in list(self._callers):
-            self._do(self.core.cancel(self._now(), number))
+            self._execute(self.core.cancel(self._now(), number))
         tasks = [*self._jobs, *self._attempts.values(), *self._probes.values()]
         for task in tasks:
             task.cancel()
@@ -153,36 +152,36 @@ class Router:
         """Generate a sequence; the outcome's kind is ``done``. Cancelling it ends the sequence at its engine.
 
         Raises:
-            NotGenerated: it is late, too many engines were lost with it, or no engine could ever do it.
+            NotGenerated: it is late, too many engines were lost with it, or no engine could serve it.
             Refused: it asks for nothing. RouterFull: too many requests are open. RouterEnded: the router has ended.
         """
         number, caller = self._submit(wanted, streams=False)
         try:
-            return _done(await caller.ended)
+            return _require_done(await caller.ended)
         finally:
-            self._do(self.core.cancel(self._now(), number))
+            self._execute(self.core.cancel(self._now(), number))
 
     async def stream(self, wanted: GenerationRequest) -> AsyncIterator[Deliver]:
         """Generate a sequence and yield its tokens as they come, each once, also when it moves to another engine.
 
         Raises:
-            As `generate`, after the tokens that were made.
+            As `generate`, after the tokens that were generated.
         """
         number, caller = self._submit(wanted, streams=True)
         assert caller.parts is not None
         try:
             while (part := await caller.parts.get()) is not None:
                 yield part
-            _done(caller.ended.result())
+            _require_done(caller.ended.result())
         finally:
-            self._do(self.core.cancel(self._now(), number))
+            self._execute(self.core.cancel(self._now(), number))
 
     def waiting_on(self) -> dict[str, int]:
-        """What requests wait for, in words, and how many for each."""
+        """Return what requests wait for, and how many wait for each."""
         return self.core.waiting_on()
 
     def statistics(self) -> RouterStatistics:
-        """Requests and engines of this moment, and counters."""
+        """Return current requests and engines, and counters."""
         core, fleet, now = self.core, self.core.fleet, self._now()
         running = sum(one.assignment is not None for one in core.requests.values())
         views = []
@@ -212,7 +211,7 @@ class Router:
         )
 
     def load(self) -> FleetLoad:
-        """Load of the engines, as far as the router knows it: what `AdmissionQueue` adapts to."""
+        """Return the load of the engines, as far as it is known, for `AdmissionQueue`."""
         core, fleet, now = self.core, self.core.fleet, self._now()
         able = [slot for slot in fleet.engines if fleet.health(slot) in ("healthy", "stale")]
         reports = [report for slot in able if (report := fleet.engines[slot].report) is not None]
@@ -235,10 +234,10 @@ class Router:
         caller = _Caller(streams=streams)
         number, actions = self.core.submit(self._now(), wanted)
         self._callers[number] = caller
-        self._do(actions)
+        self._execute(actions)
         return number, caller
 
-    def _do(self, actions: Sequence[RouterAction]) -> None:
+    def _execute(self, actions: Sequence[RouterAction]) -> None:
         for action in actions:
             match action:
                 case StartAttempt(number, assignment):
@@ -250,48 +249,45 @@ class Router:
                     if (caller := self._callers.get(number)) is not None and caller.parts is not None:
                         caller.parts.put_nowait(action)
                 case Finish(number, outcome):
-                    self._finished(number, outcome)
+                    if (caller := self._callers.pop(number, None)) is not None and not caller.ended.done():
+                        caller.ended.set_result(outcome)
+                        if caller.parts is not None:
+                            caller.parts.put_nowait(None)
                 case ProbeEngine(slot, epoch):
                     if slot not in self._probes:
                         self._probes[slot] = asyncio.create_task(self._probe(slot, epoch))
-
-    def _finished(self, number: int, outcome: Outcome) -> None:
-        if (caller := self._callers.pop(number, None)) is not None and not caller.ended.done():
-            caller.ended.set_result(outcome)
-            if caller.parts is not None:
-                caller.parts.put_nowait(None)
 
     async def _attempt(self, start: StartAttempt) -> None:
         number, attempt, slot, core = start.number, start.assignment.attempt, start.assignment.slot, self.core
         stream = self._engine(slot, core.limits.silent_s).generate(start.request)
         try:
             async for update in stream:
-                self._do(core.on_update(self._now(), number, attempt, update))
-            self._do(core.on_failure(self._now(), number, attempt, "its stream ended without an end"))
+                self._execute(core.on_update(self._now(), number, attempt, update))
+            self._execute(core.on_failure(self._now(), number, attempt, "its stream ended without an end"))
         except ShuttingDown as error:
-            self._do(core.on_returned(self._now(), number, attempt, str(error)))
+            self._execute(core.on_returned(self._now(), number, attempt, str(error)))
         except Refused as error:
-            self._do(core.on_failure(self._now(), number, attempt, str(error), never=True))
+            self._execute(core.on_failure(self._now(), number, attempt, str(error), never=True))
         except RelaxError as error:
-            self._do(core.on_failure(self._now(), number, attempt, str(error)))
+            self._execute(core.on_failure(self._now(), number, attempt, str(error)))
         except Exception as error:
-            # Unforeseen; the request must not wait for its deadline because of it.
+            # A bug; the request must not wait for its deadline because of it.
             log.exception("a sequence at %s", slot)
-            self._do(core.on_failure(self._now(), number, attempt, f"{type(error).__name__}: {error}"))
+            self._execute(core.on_failure(self._now(), number, attempt, f"{type(error).__name__}: {error}"))
         finally:
             self._attempts.pop((number, attempt), None)
-            # Tells the engine to end the sequence, unless it has ended by itself.
+            # Has the engine end the sequence, unless it has ended.
             await stream.aclose()  # type: ignore[attr-defined]
 
     async def _probe(self, slot: str, epoch: int) -> None:
         try:
             report = await self._engine(slot, PROBE_TIMEOUT_S).load()
-            self._do(self.core.on_report(self._now(), slot, report))
+            self._execute(self.core.on_report(self._now(), slot, report))
         except RelaxError as error:
-            self._do(self.core.on_no_report(self._now(), slot, epoch, f"no report: {error}"))
+            self._execute(self.core.on_no_report(self._now(), slot, epoch, f"no report: {error}"))
         except Exception as error:
             log.exception("a probe of %s", slot)
-            self._do(self.core.on_no_report(self._now(), slot, epoch, f"{type(error).__name__}: {error}"))
+            self._execute(self.core.on_no_report(self._now(), slot, epoch, f"{type(error).__name__}: {error}"))
         finally:
             self._probes.pop(slot, None)
 
@@ -311,14 +307,11 @@ class Router:
                 log.exception("the router's job %r", what)
             failures = 1 if self._now() - began > STABLE_S else failures + 1
             if failures >= MAX_FAILURES:
-                self._break(f"its job {what!r} failed {failures} times, at last with {why}")
-                return
+                break
             await asyncio.sleep(RETRY_S)
-
-    def _break(self, why: str) -> None:
-        """Fail every caller: none would be answered any more, and no deadline checked."""
-        self._broken = why
-        log.error("the router has ended: %s", why)
+        # Fail every caller: none would be answered any more, and no deadline checked.
+        self._broken = f"its job {what!r} failed {failures} times, at last with {why}"
+        log.error("the router has ended: %s", self._broken)
         callers, self._callers = self._callers, {}
         for caller in callers.values():
             if not caller.ended.done():
@@ -333,24 +326,25 @@ class Router:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._do(self.core.tick(self._now()))
+            self._execute(self.core.tick(self._now()))
 
     async def _follow(self) -> None:
         async with watch_members(self._run.registry, self._role) as members:
             self._members = members
             async for now in members.changes():
-                versions = await self._versions(members.committed)
+                committed, versions = members.committed, list[VersionRecord]()
+                fleet = self.core.fleet
+                if committed is not None and not fleet.frozen and committed.version > fleet.committed.version:
+                    # Several fast commits arrive as one change: ask for all versions.
+                    versions = await self._versions(committed)
                 entries = [
                     EngineEntry(m.who.slot, m.who.epoch, m.state, m.policy_version, m.progress)
                     for m in now
                     if m.who.role == self._role
                 ]
-                self._do(self.core.on_members(self._now(), entries, versions))
+                self._execute(self.core.on_members(self._now(), entries, versions))
 
-    async def _versions(self, committed: VersionRecord | None) -> list[VersionRecord]:
-        """The committed versions, if there is a new one: several fast commits arrive as one change."""
-        if self.core.fleet.frozen or committed is None or committed.version <= self.core.fleet.committed.version:
-            return []
+    async def _versions(self, committed: VersionRecord) -> list[VersionRecord]:
         with contextlib.suppress(RelaxError, TimeoutError):
             async with asyncio.timeout(VERSIONS_TIMEOUT_S):
                 return await self._run.registry.versions()
@@ -358,8 +352,7 @@ class Router:
         return [committed]
 
 
-def _done(outcome: Outcome) -> Outcome:
-    """Raises: NotGenerated, unless it is done."""
+def _require_done(outcome: Outcome) -> Outcome:
     if outcome.kind == "done":
         return outcome
     error = NotGenerated(f"a sequence is {outcome.kind}", why=outcome.why, hint=_HINTS.get(outcome.kind, ""))

@@ -6,7 +6,7 @@ import asyncio
 import mmap
 import os
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,7 +37,7 @@ CALL_S = 30.0
 SLICE_S = 10.0
 """Long waits are made of calls of this length."""
 ROOM_SLICE_S = 1.0
-"""Waits for room: what a dead process held comes free without a word."""
+"""Waits for room: memory of a dead process is freed without a reply."""
 SPACE_POLL_S = 0.02
 UNPIN_AFTER_S = 0.002
 """Unpins that come within this time go out together."""
@@ -58,12 +58,12 @@ class StoreClient:
         client: connected to the broker under the name and epoch of `joined`.
         capacity_bytes: shared memory that this process may put into.
         patience_s: how long a broker that cannot be reached is asked again.
-        space_wait_s: how long a put waits for memory to come free, its own and that of the queue.
+        space_wait_s: how long a put waits for memory to be freed, its own and that of the queue.
     """
 
     def __init__(
         self,
-        client: rpc.Client,
+        client: rpc.RpcClient,
         joined: StoreMembership,
         *,
         capacity_bytes: int,
@@ -95,16 +95,16 @@ class StoreClient:
             Unreachable: the broker does not answer.
         """
         address = find(folder).addresses[0]
-        greeting = rpc.Client(address, rpc.make_hello(RUN_ID, Incarnation(name, 0)))
+        greeting = rpc.RpcClient(address, rpc.make_hello(RUN_ID, Incarnation(name, 0)))
         try:
             joined = await greeting.bind(StoreApi, timeout_s=CALL_S).join(name, node_name(), os.getpid())
         finally:
             await greeting.close()
-        client = rpc.Client(address, rpc.make_hello(RUN_ID, joined.who))
+        client = rpc.RpcClient(address, rpc.make_hello(RUN_ID, joined.who))
         return cls(client, joined, capacity_bytes=capacity_bytes, **settings)
 
     async def close(self) -> None:
-        """Leave. What was put stays; arrays that were read stay good while this process lives."""
+        """Leave. What was put stays; arrays that were read stay valid while this process lives."""
         self._closed = True
         if self._unpinning is not None:
             self._unpinning.cancel()
@@ -145,27 +145,25 @@ class StoreClient:
         placed = await self._place(columns, deadline) if columns else None
         block, blobs = (placed.block, placed.blobs) if placed is not None else (None, [])
         try:
-            stored = await self._put_when_room(
-                lambda seq, slice_s: self.api.put(seq, rows, new, block, blobs, tags, replace_tags, slice_s),
-                deadline,
-            )
+            while True:
+                slice_s = min(max(deadline - self._loop.time(), 0.0), ROOM_SLICE_S)
+                stored = await self._calls.call(
+                    lambda seq, slice_s=slice_s: self.api.put(  # type: ignore[misc]
+                        seq, rows, new, block, blobs, tags, replace_tags, slice_s
+                    )
+                )
+                self._set_waiting(stored.waiting_on)
+                if not stored.waiting_on:
+                    break
+                if self._loop.time() >= deadline:
+                    self._set_waiting("")
+                    raise OutOfSpace(f"put to the store by {self.who}", why=stored.waiting_on)
         except (Refused, OutOfSpace):
             # Only such an answer makes sure that the broker did not enter the extents.
             self._free(placed.extents() if placed is not None else [])
             raise
         self._free(stored.freed)
         return stored
-
-    async def _put_when_room(self, send: Callable[[int, float], Awaitable[StoredRows]], deadline: float) -> StoredRows:
-        while True:
-            slice_s = min(max(deadline - self._loop.time(), 0.0), ROOM_SLICE_S)
-            stored = await self._calls.call(lambda seq, slice_s=slice_s: send(seq, slice_s))  # type: ignore[misc]
-            self._set_waiting(stored.waiting_on)
-            if not stored.waiting_on:
-                return stored
-            if self._loop.time() >= deadline:
-                self._set_waiting("")
-                raise OutOfSpace(f"put to the store by {self.who}", why=stored.waiting_on)
 
     async def _place(self, columns: Mapping[str, Any], deadline: float) -> PlacedBlock:
         nbytes = sum(int(getattr(value, "nbytes", 0)) for value in columns.values())
@@ -319,17 +317,17 @@ class RowReading:
         fetched: the answer.
         reader: maps slabs.
         shm_dir, spill_dir: where they are.
-        unread: called once, from any thread, when nothing refers to the answer's memory any more.
+        on_release: called once, from any thread, when nothing refers to the answer's memory any more.
     """
 
     def __init__(
-        self, fetched: FetchedRows, reader: ArenaReader, shm_dir: Path, spill_dir: Path, unread: Callable[[], None]
+        self, fetched: FetchedRows, reader: ArenaReader, shm_dir: Path, spill_dir: Path, on_release: Callable[[], None]
     ) -> None:
         self.fields, self.rows = fetched.fields, len(fetched.indexes)
         self._segments = fetched.segments
         self._dirs = (shm_dir, spill_dir)
         self._open = 1
-        self._unread = unread
+        self._on_release = on_release
         blobs = {blob.digest: blob.extent for blob in fetched.blobs}
         alone = fetched.segments[0] if len(fetched.segments) == 1 else None
         self._blocks: list[tuple[Block, bool]] = []
@@ -375,7 +373,7 @@ class RowReading:
     def _closed_one(self) -> None:
         self._open -= 1
         if self._open == 0:
-            self._unread()
+            self._on_release()
 
 
 def map_private(extent: Extent, shm_dir: Path, spill_dir: Path) -> tuple[mmap.mmap, int]:

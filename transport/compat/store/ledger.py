@@ -251,7 +251,6 @@ class RowTable:
 
     @property
     def config(self) -> StoreConfig:
-        """The configuration in force."""
         return self.state.config or StoreConfig()
 
     def configure(self, config: StoreConfig) -> StoreConfig:
@@ -276,7 +275,7 @@ class RowTable:
             self.state.next_index += self.config.expected
         return partition
 
-    def _make(self, name: str, keys: Sequence[str]) -> list[Named]:
+    def _make_rows(self, name: str, keys: Sequence[str]) -> list[Named]:
         """New rows, an empty key for none, at the end of the partition."""
         partition = self._partition(name)
         first, left = partition.expected
@@ -295,11 +294,11 @@ class RowTable:
             made.append((name, index, row))
         return made
 
-    def _known(self, rows: RowNames) -> list[Named]:
+    def _find_rows(self, rows: RowNames) -> list[Named]:
         """The rows named that are there, in the order of the names."""
         partitions = self.state.partitions
         if rows.indexes:
-            return self._at(rows.indexes)
+            return self._rows_at(rows.indexes)
         partition = partitions.get(rows.partition)
         if partition is None:
             return []
@@ -308,21 +307,21 @@ class RowTable:
         indexes = [partition.keys.get(key) for key in rows.keys]
         return [(rows.partition, index, partition.rows[index]) for index in indexes if index is not None]
 
-    def _at(self, indexes: Iterable[int]) -> list[Named]:
+    def _rows_at(self, indexes: Iterable[int]) -> list[Named]:
         names = [(self._where.get(index), index) for index in indexes]
         return [(name, index, self.state.partitions[name].rows[index]) for name, index in names if name is not None]
 
     def _to_put(self, event: PutRows) -> list[Named]:
         rows = event.rows
         if rows.indexes:
-            return self._known(rows)
+            return self._find_rows(rows)
         if event.new:
-            return self._make(rows.partition, [""] * event.new)
+            return self._make_rows(rows.partition, [""] * event.new)
         keys = self._partition(rows.partition).keys
         missing = [key for key in rows.keys if key not in keys]
         if missing:
-            self._make(rows.partition, missing)
-        return self._known(rows)
+            self._make_rows(rows.partition, missing)
+        return self._find_rows(rows)
 
     # --- put
 
@@ -366,7 +365,7 @@ class RowTable:
         """Whether the put brings columns to a row that has none."""
         if event.block is None:
             return False
-        return self.new_rows(event) > 0 or any(not row.parts for _, _, row in self._known(event.rows))
+        return self.new_rows(event) > 0 or any(not row.parts for _, _, row in self._find_rows(event.rows))
 
     def put(self, event: PutRows) -> StoredRows:
         """Enter a block's rows and tags; what is wrong with the call was found by check_put and by the block table."""
@@ -381,7 +380,7 @@ class RowTable:
 
     def stored(self, indexes: Iterable[int]) -> StoredRows:
         """The answer to a put of these rows, as they are now."""
-        named = self._at(indexes)
+        named = self._rows_at(indexes)
         return StoredRows([index for _, index, _ in named], self._common(named), [row.tags for _, _, row in named])
 
     def _enter_block(self, block_ref: BlockRef, blobs: list[BlobRef], rows: list[StoreRow]) -> None:
@@ -411,7 +410,7 @@ class RowTable:
     def _enter_ready(self, named: list[Named]) -> None:
         for name in {name for name, _, _ in named}:
             for (_, task, fields), view in self._ready.of(name):
-                given = self._taken(self.state.partitions[name], task)
+                given = self._unavailable(self.state.partitions[name], task)
                 for of, index, row in named:
                     if of == name and index not in given and fields <= self._fields_of(row):
                         sampling.enter(view, index)
@@ -435,7 +434,7 @@ class RowTable:
 
     def find(self, rows: RowNames) -> FoundRows:
         """The rows that are there, in the order of the names."""
-        return self._found(self._known(rows))
+        return self._found(self._find_rows(rows))
 
     def _found(self, named: list[Named]) -> FoundRows:
         return FoundRows(
@@ -454,7 +453,7 @@ class RowTable:
         if pin and self.state.pins.get(pin, Pin(who, [])).who == who:
             self._release(pin)
             self.changed = True
-        named = self._known(event.rows)
+        named = self._find_rows(event.rows)
         common = self._common(named)
         fields = common if event.fields is None else sorted(set(common).intersection(event.fields))
         if not fields:
@@ -519,7 +518,7 @@ class RowTable:
     def clear(self, rows: RowNames) -> None:
         """Remove rows; with neither keys nor indexes the whole partition."""
         whole = not rows.keys and not rows.indexes
-        named = self._known(rows)
+        named = self._find_rows(rows)
         by_partition: dict[str, list[int]] = {}
         for name, index, row in named:
             partition = self.state.partitions[name]
@@ -569,7 +568,7 @@ class RowTable:
 
     # --- consumption
 
-    def _taken(self, partition: Partition, task: str) -> set[int]:
+    def _unavailable(self, partition: Partition, task: str) -> set[int]:
         """Rows that the task has consumed, or that were dealt to a rank that has not asked for them yet."""
         given = partition.consumed.get(task, set())
         if self.config.sampler.kind == "balanced":
@@ -596,7 +595,7 @@ class RowTable:
         return self._ready.get(wanted, lambda: self._search_ready(partition, event.task, wanted[2]))
 
     def _search_ready(self, partition: Partition, task: str, fields: frozenset[str]) -> list[int]:
-        given = self._taken(partition, task)
+        given = self._unavailable(partition, task)
         return sorted(i for i, row in partition.rows.items() if i not in given and fields <= self._fields_of(row))
 
     def sample(self, event: SampleRows) -> FoundRows:
@@ -647,7 +646,7 @@ class RowTable:
 
     def granted(self, indexes: Iterable[int]) -> FoundRows:
         """The answer to a sample of these rows; those cleared meanwhile are left out."""
-        return self._found(self._at(indexes))
+        return self._found(self._rows_at(indexes))
 
     def reset(self, event: ResetTask) -> bool:
         """Let a task consume the partition anew.
@@ -753,7 +752,7 @@ ROOM, ROWS = "room", "rows"
 ANSWERS_KEPT = 128
 """Answers kept for each caller: twice as many as a client has calls under way (see base.calls)."""
 SPILL_ROUND_BYTES = 64 << 20
-"""Payload of one round of spilling, so that memory comes free in steps."""
+"""Payload of one round of spilling, so that memory is freed in steps."""
 
 Reply = StoreConfig | StoredRows | FoundRows | FetchedRows | list[Extent] | bool | None
 
@@ -786,7 +785,6 @@ class StoreLedger:
         return self.state.n
 
     def snapshot(self) -> bytes:
-        """The whole state."""
         return msgspec.msgpack.encode(self.state)
 
     def apply(self, entry: StoreEntry) -> StoreOutcome:
@@ -799,7 +797,7 @@ class StoreLedger:
         rows, event = self.rows, entry.event
         rows.changed, self._touched = False, set()
         count, nbytes = len(rows), self.state.blocks.payload_bytes
-        reply = self._own(event) if entry.who is None else self._called(entry.who, event, entry.seq)
+        reply = self._apply_own(event) if entry.who is None else self._apply_call(entry.who, event, entry.seq)
         if len(rows) < count or self.state.blocks.payload_bytes < nbytes:
             self._touched.add(ROOM)
         if rows.changed:
@@ -808,7 +806,7 @@ class StoreLedger:
 
     # --- the broker's own events
 
-    def _own(self, event: object) -> Reply:
+    def _apply_own(self, event: object) -> Reply:
         match event:
             case StoreOpened(memory, limits):
                 if (memory, limits) != (self.state.memory, self.state.limits):
@@ -829,7 +827,17 @@ class StoreLedger:
                     self.state.blocks.forget_owner(who)
                     self.rows.forget(who)
             case BlocksSpilled(moves):
-                return self._spilled(moves)
+                # The copies are on disk. Answer with those of no use: their block has ended or is being read meanwhile.
+                useless: list[Extent] = []
+                for id_, to in moves:
+                    block = self.state.blocks.blocks.get(id_)
+                    now = block.ref.extent if block is not None else None
+                    if now is None or is_spilled(now.slab) or self._is_pinned(now):
+                        useless.append(to)
+                        continue
+                    self.state.blocks.move(id_, to, lambda owner: owner in self.state.callers)
+                    self.rows.changed = True
+                return useless
             case _:
                 raise Refused(f"event {type(event).__name__}", why="it needs a caller")
         return None
@@ -847,23 +855,23 @@ class StoreLedger:
                 hint="connect again",
             )
 
-    def _called(self, who: Incarnation, event: object, seq: int) -> Reply:
+    def _apply_call(self, who: Incarnation, event: object, seq: int) -> Reply:
         # A client repeats a call under its number until it is answered, also to the next broker. So the answer is part
         # of the state: it is journaled with the call, by replay, and kept for as many calls as can be in flight.
         self.check_caller(who)
         answers = self.state.callers[owner_key(who)].answers
         if (known := answers.get(seq)) is not None:
-            return self._repeated(who, event, known)
+            return self._repeat_reply(who, event, known)
         if len(answers) >= ANSWERS_KEPT and seq < min(answers):
             raise Refused(f"call {seq} of {who}", why=f"answers are kept for the last {ANSWERS_KEPT} calls only")
-        reply = self._first(who, event)
+        reply = self._apply_new(who, event)
         if self.rows.changed and seq:
-            answers[seq] = _kept(reply)
+            answers[seq] = _answer_to_keep(reply)
             if len(answers) > ANSWERS_KEPT:
                 del answers[min(answers)]
         return reply
 
-    def _first(self, who: Incarnation, event: object) -> Reply:
+    def _apply_new(self, who: Incarnation, event: object) -> Reply:
         rows = self.rows
         match event:
             case PutRows():
@@ -890,7 +898,19 @@ class StoreLedger:
     def _put(self, who: Incarnation, event: PutRows) -> StoredRows:
         self.rows.check_put(event)
         if event.block is not None:
-            self._check_payload(who, PlacedBlock(event.block, [], event.blobs))
+            placed = PlacedBlock(event.block, [], event.blobs)
+            self.state.blocks.check_extents([placed], who)
+            limits, block = self.state.limits, placed.block
+            nbytes = block.extent.nbytes if block.extent is not None else len(block.inline)
+            each = max([nbytes // max(block.rows, 1), *(blob.extent.nbytes for blob in placed.blobs)])
+            if each > limits.max_row_bytes:
+                raise Refused(f"put by {who}", why=f"a row has {each} bytes, max_row_bytes is {limits.max_row_bytes}")
+            if nbytes > limits.capacity_bytes:
+                raise Refused(
+                    f"put by {who}",
+                    why=f"a block has {nbytes} bytes, the store's capacity is {limits.capacity_bytes}",
+                    hint="put fewer rows at once",
+                )
         # First columns wait for room. Columns for rows that have some do not: whoever waits for room waits for rows to
         # be cleared, which those who add columns bring about.
         if self.rows.is_first_payload(event) and (full := self._full()):
@@ -898,20 +918,6 @@ class StoreLedger:
         stored = self.rows.put(event)
         self._touched.add(ROWS)
         return StoredRows(stored.indexes, stored.fields, stored.tags, self._collect(who))
-
-    def _check_payload(self, who: Incarnation, placed: PlacedBlock) -> None:
-        self.state.blocks.check_extents([placed], who)
-        limits, block = self.state.limits, placed.block
-        nbytes = block.extent.nbytes if block.extent is not None else len(block.inline)
-        each = max([nbytes // max(block.rows, 1), *(blob.extent.nbytes for blob in placed.blobs)])
-        if each > limits.max_row_bytes:
-            raise Refused(f"put by {who}", why=f"a row has {each} bytes, max_row_bytes is {limits.max_row_bytes}")
-        if nbytes > limits.capacity_bytes:
-            raise Refused(
-                f"put by {who}",
-                why=f"a block has {nbytes} bytes, the store's capacity is {limits.capacity_bytes}",
-                hint="put fewer rows at once",
-            )
 
     def _full(self) -> str:
         """Why there is no room for first columns; empty if there is."""
@@ -922,12 +928,12 @@ class StoreLedger:
         return f"payloads fill the capacity: {used} of {limits.capacity_bytes} bytes{spill}"
 
     def _collect(self, who: Incarnation) -> list[Extent]:
-        """The caller's extents that came free since it last asked."""
+        """The caller's extents that were freed since it last asked."""
         freed = self.state.blocks.collect(who)
         self.rows.changed = self.rows.changed or bool(freed)
         return freed
 
-    def _repeated(self, who: Incarnation, event: object, known: KeptAnswer) -> Reply:
+    def _repeat_reply(self, who: Incarnation, event: object, known: KeptAnswer) -> Reply:
         """The reply to a call that came before, under the same number. Rows are described as they are now."""
         indexes = [index for first, count in known.rows for index in range(first, first + count)]
         match event:
@@ -953,7 +959,7 @@ class StoreLedger:
     def to_spill(self, skip: Container[int] = ()) -> list[tuple[int, Extent]]:
         """Blocks to copy to disk now, the oldest first; none while memory is filled below the high-water mark.
 
-        Blobs stay, as several blocks share them. What is being read stays, as its memory would not come free. So does
+        Blobs stay, as several blocks share them. What is being read stays, as its memory would not be freed. So does
         what could not be copied before (`skip`).
         """
         blocks, limits = self.state.blocks, self.state.limits
@@ -974,19 +980,6 @@ class StoreLedger:
 
     def _is_pinned(self, extent: Extent) -> bool:
         return self.state.blocks.live[extent.slab][extent.offset].references > 1
-
-    def _spilled(self, moves: Iterable[tuple[int, Extent]]) -> list[Extent]:
-        """The copies are on disk; answers with those of no use, as the block ended or is being read meanwhile."""
-        useless: list[Extent] = []
-        for id_, to in moves:
-            block = self.state.blocks.blocks.get(id_)
-            now = block.ref.extent if block is not None else None
-            if now is None or is_spilled(now.slab) or self._is_pinned(now):
-                useless.append(to)
-                continue
-            self.state.blocks.move(id_, to, lambda owner: owner in self.state.callers)
-            self.rows.changed = True
-        return useless
 
     def audit(self) -> list[str]:
         """Violated invariants, for tests; empty unless the ledger has a defect."""
@@ -1012,7 +1005,7 @@ class StoreLedger:
         return wrong
 
 
-def _kept(reply: Reply) -> KeptAnswer:
+def _answer_to_keep(reply: Reply) -> KeptAnswer:
     """What is kept of a reply, to give it again."""
     match reply:
         case StoredRows(indexes, _, _, freed):

@@ -40,7 +40,7 @@ class StoreService:
 
     def __init__(self, folder: Path, limits: StoreLimits) -> None:
         self._folder, self._limits = ServedFolder(folder), limits
-        self._server: rpc.Server | None = None
+        self._server: rpc.RpcServer | None = None
         self._broker: StoreBroker | None = None
 
     @property
@@ -58,13 +58,12 @@ class StoreService:
         """
         self._folder.lock()
         try:
-            await self._open()
+            await self._serve(self._folder.path)
         except BaseException:
             await self.close()
             raise
 
-    async def _open(self) -> None:
-        folder = self._folder.path
+    async def _serve(self, folder: Path) -> None:
         if (folder / "journal").exists():
             raise Refused(
                 f"the store in {folder}",
@@ -75,7 +74,7 @@ class StoreService:
         memory, shm_dir = self._folder.open_memory()
         self._broker = StoreBroker(folder / "store", shm_dir, folder / "spill", memory=memory, limits=self._limits)
         await self._broker.open()
-        self._server = rpc.Server(rpc.make_hello(RUN_ID, Incarnation("broker/0", 0)), max_connections=16_384)
+        self._server = rpc.RpcServer(rpc.make_hello(RUN_ID, Incarnation("broker/0", 0)), max_connections=16_384)
         self._server.offer(StoreApi, self._broker)
         address = await self._server.listen(f"unix://{socket_path(folder)}")
         self._folder.publish(BrokerLocation([address], "", node_name(), os.getpid(), str(shm_dir)))

@@ -58,7 +58,7 @@ from relax_rt.transport.compat.transfer_queue.interface import (
 from relax_rt.transport.compat.transfer_queue.metadata import BatchMeta, KVBatchMeta
 
 __version__ = "0.1.11"
-"""Of the interface."""
+"""Version of the interface."""
 
 __all__ = [
     "BaseSampler",

@@ -33,7 +33,6 @@ Parser = Callable[[Any], Any]
 
 
 def encode_tags(tags: Sequence[dict[str, Any]], names: Sequence[object]) -> list[Tags]:
-    """Encode tags for the store."""
     return [
         {tag: encode_object(value, f"tag {tag!r} of {name!r}") for tag, value in own.items()}
         for own, name in zip(tags, names, strict=True)
@@ -41,7 +40,6 @@ def encode_tags(tags: Sequence[dict[str, Any]], names: Sequence[object]) -> list
 
 
 def decode_tags(tags: Tags) -> dict[str, Any]:
-    """Decode the tags of one sample."""
     return {name: decode_object(value, f"tag {name!r}") for name, value in tags.items()}
 
 

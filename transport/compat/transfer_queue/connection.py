@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from relax_rt.transport.base.folder import find
+from relax_rt.transport.base.portal import EventLoopThread
 from relax_rt.transport.base.process_stat import start_time
 from relax_rt.transport.compat.store.api import StoreConfig, StoreSampler
 from relax_rt.transport.compat.store.client import StoreClient
@@ -246,7 +248,6 @@ class BrokerProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has exited."""
         return self._process.poll() is not None
 
     def _restart_when_killed(self) -> None:
@@ -291,13 +292,11 @@ class Connection:
 
     def __init__(self, folder: Path, capacity_bytes: int, settings: StoreConfig | None = None) -> None:
         self.pid, self.folder = os.getpid(), folder
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="transfer-queue", daemon=True)
-        self._thread.start()
+        self._loop = EventLoopThread("transfer-queue")
         try:
             self.store, self.settings = self.run(self._connect(capacity_bytes, settings))
         except BaseException:
-            self._end_loop()
+            self._loop.stop()
             raise
 
     async def _connect(self, capacity_bytes: int, settings: StoreConfig | None) -> tuple[StoreClient, StoreConfig]:
@@ -306,9 +305,10 @@ class Connection:
         try:
             if settings is not None:
                 return store, await store.configure(settings)
-            deadline = self._loop.time() + START_S
+            loop = asyncio.get_running_loop()
+            deadline = loop.time() + START_S
             while (known := await store.api.config()) is None:
-                if self._loop.time() > deadline:
+                if loop.time() > deadline:
                     raise DeadlineExceeded(f"queue {self.folder}", why="whoever started it has not configured it")
                 await asyncio.sleep(POLL_S)
             return store, known
@@ -318,27 +318,17 @@ class Connection:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the connection's loop, and block until it is done."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return self._loop.run(work, math.inf)
 
     async def arun(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the connection's loop, awaited from any other loop."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop.loop))
 
     def close(self) -> None:
-        """Leave the queue; arrays that were read stay good."""
+        """Leave the queue; arrays that were read stay valid."""
         with contextlib.suppress(Unreachable, DeadlineExceeded):
             self.run(self.store.close())
-        self._end_loop()
-
-    def _end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._loop.stop()
 
 
 class _ProcessState:
@@ -403,21 +393,18 @@ def start(full: dict[str, Any]) -> Connection:
         if mine:
             _process.broker = BrokerProcess(folder, int(full["relax"].get("spill_bytes") or 0))
             _process.broker_pid = os.getpid()
-            _await_served(folder, _process.broker)
+            deadline = time.monotonic() + START_S
+            while not is_served(folder):
+                if _process.broker.ended and not is_served(folder):
+                    why, hint = "its broker ended at once", "its error is on standard error"
+                    raise Refused(f"queue {folder}", why=why, hint=hint)
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(f"queue {folder}", why=f"its broker was not there after {START_S} s")
+                time.sleep(POLL_S)
         _process.connection = Connection(folder, capacity_bytes(full), settings if mine else None)
         # Processes that this one starts find the queue by it.
         os.environ[FOLDER_VARIABLE] = str(folder)
     return _process.connection
-
-
-def _await_served(folder: Path, broker: BrokerProcess) -> None:
-    deadline = time.monotonic() + START_S
-    while not is_served(folder):
-        if broker.ended and not is_served(folder):
-            raise Refused(f"queue {folder}", why="its broker ended at once", hint="its error is on standard error")
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"queue {folder}", why=f"its broker was not there after {START_S} s")
-        time.sleep(POLL_S)
 
 
 def stop() -> None:

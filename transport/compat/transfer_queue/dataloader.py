@@ -65,12 +65,8 @@ class StreamingDataset(IterableDataset[Item]):
         super().__init__()
         self.config = config
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
-        self.data_fields, self.partition_id, self.task_name, self.dp_rank = (
-            data_fields,
-            partition_id,
-            task_name,
-            dp_rank,
-        )
+        self.data_fields, self.partition_id = data_fields, partition_id
+        self.task_name, self.dp_rank = task_name, dp_rank
         self.should_check_consumption_status = should_check_consumption_status
         self.fetch_batch_fn: Fetch = fetch_batch_fn or default_fetch_batch_fn
         self.process_batch_fn: Process = process_batch_fn or chunk_batch_fn
@@ -90,27 +86,24 @@ class StreamingDataset(IterableDataset[Item]):
                 batch = self.buffer[self.batch_index]
                 self.batch_index += 1
                 yield from self.process_batch_fn(*batch, micro_batch_size=self.micro_batch_size)
-            elif self._is_over(client):
+                continue
+            if self._is_over(client):
                 return
+            began = time.monotonic()
+            data, meta = self.fetch_batch_fn(
+                tq_client=client,
+                data_fields=self.data_fields,
+                batch_size=self.batch_size,
+                partition_id=self.partition_id,
+                task_name=self.task_name,
+                sampling_config=self.sampling_config,
+                batch_index=self.batch_index,
+            )
+            if data is not None:
+                self.buffer.append((data, meta))
             else:
-                self._fetch(client)
-
-    def _fetch(self, client: TransferQueueClient) -> None:
-        began = time.monotonic()
-        data, meta = self.fetch_batch_fn(
-            tq_client=client,
-            data_fields=self.data_fields,
-            batch_size=self.batch_size,
-            partition_id=self.partition_id,
-            task_name=self.task_name,
-            sampling_config=self.sampling_config,
-            batch_index=self.batch_index,
-        )
-        if data is not None:
-            self.buffer.append((data, meta))
-        else:
-            # A function of the user's own may not wait.
-            time.sleep(max(0.0, min(WAIT_S, 0.05) - (time.monotonic() - began)))
+                # A function of the user's own may not wait.
+                time.sleep(max(0.0, min(WAIT_S, 0.05) - (time.monotonic() - began)))
 
     def _is_over(self, client: TransferQueueClient) -> bool:
         """All is consumed, and the batch that this rank would read next was not given to another of its group."""
@@ -124,11 +117,9 @@ class StreamingDataset(IterableDataset[Item]):
         return not client.has_batch(self.data_fields, self.batch_size, self.partition_id, self.task_name, sampling)
 
     def reset(self) -> None:
-        """Begin again with the first batch that was read."""
         self.batch_index = 0
 
     def step(self, partition_id: str) -> None:
-        """Go on with another partition, and forget what was read."""
         self.buffer, self.batch_index, self.partition_id = [], 0, partition_id
 
 
@@ -223,13 +214,10 @@ class StreamingDataLoader(DataLoader[Item]):
         )
 
     def reset(self) -> None:
-        """Start again with the first batch that was read."""
         self.dataset.reset()
 
     def step(self, partition_id: str) -> None:
-        """Continue with another partition, and drop what was read."""
         self.dataset.step(partition_id)
 
     def get_buffer(self) -> list[Item]:
-        """The batches that were read."""
         return self.dataset.buffer

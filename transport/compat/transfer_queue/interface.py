@@ -54,7 +54,7 @@ def init(conf: Any = None) -> Any:
 
 
 def close() -> None:
-    """Leave the queue; in the process that started it, end it. Tensors that were read stay good."""
+    """Leave the queue; in the process that started it, end it. Tensors that were read stay valid."""
     connection.stop()
 
 

@@ -77,7 +77,6 @@ class KVBatchMeta:
 
     @property
     def size(self) -> int:
-        """Number of samples."""
         return len(self.keys)
 
     def __len__(self) -> int:
@@ -180,12 +179,10 @@ class SampleView:
 
     @property
     def global_index(self) -> int:
-        """Its number."""
         return self._batch.global_indexes[self._place]
 
     @property
     def partition_id(self) -> str:
-        """Where it is."""
         return self._batch.partition_ids[self._place]
 
     @property
@@ -195,7 +192,6 @@ class SampleView:
 
     @property
     def custom_meta(self) -> MappingProxyType[str, Any]:
-        """Its tags."""
         return MappingProxyType(self._batch.custom_meta[self._place])
 
     @property
@@ -262,7 +258,6 @@ class BatchMeta:
 
     @property
     def size(self) -> int:
-        """Number of samples."""
         return len(self.global_indexes)
 
     def __len__(self) -> int:
@@ -270,7 +265,6 @@ class BatchMeta:
 
     @property
     def field_names(self) -> list[str]:
-        """Names of the fields, sorted."""
         return list(self._names)
 
     @property
@@ -291,7 +285,6 @@ class BatchMeta:
 
     @property
     def samples(self) -> Sequence[SampleView]:
-        """The samples one by one."""
         return [SampleView(self, place) for place in range(self.size)]
 
     def __iter__(self) -> Iterator[BatchMeta]:
@@ -321,11 +314,9 @@ class BatchMeta:
         return self.field_schema[name]
 
     def get_dtypes(self, field_name: str) -> list[torch.dtype | None]:
-        """Dtype of the field in each sample."""
         return [self._of_field(field_name)["dtype"]] * self.size
 
     def get_shapes(self, field_name: str) -> list[Any]:
-        """Shape of the field in each sample."""
         one = self._of_field(field_name)
         return list(one.get("per_sample_shapes") or [one["shape"]] * self.size)
 
@@ -355,35 +346,27 @@ class BatchMeta:
     # --- tags and extra information
 
     def get_extra_info(self, key: str, default: Any = None) -> Any:
-        """One value of the extra information."""
         return self.extra_info.get(key, default)
 
     def set_extra_info(self, key: str, value: Any) -> None:
-        """Set one value of it."""
         self.extra_info[key] = value
 
     def get_all_extra_info(self) -> dict[str, Any]:
-        """A copy of it."""
         return copy.deepcopy(self.extra_info)
 
     def update_extra_info(self, info_dict: dict[str, Any]) -> None:
-        """Set several values of it."""
         self.extra_info.update(info_dict)
 
     def remove_extra_info(self, key: str) -> Any:
-        """Take one value out of it."""
         return self.extra_info.pop(key, None)
 
     def clear_extra_info(self) -> None:
-        """Empty it."""
         self.extra_info.clear()
 
     def has_extra_info(self, key: str) -> bool:
-        """Whether there is such a value."""
         return key in self.extra_info
 
     def get_all_custom_meta(self) -> list[dict[str, Any]]:
-        """A copy of the tags."""
         return copy.deepcopy(self.custom_meta)
 
     def update_custom_meta(self, custom_meta: list[dict[str, Any]] | None) -> None:
@@ -400,7 +383,6 @@ class BatchMeta:
             own.update(more)
 
     def clear_custom_meta(self) -> None:
-        """Take all tags away."""
         self.custom_meta = [{} for _ in range(self.size)]
 
     # --- parts and sums
@@ -437,7 +419,6 @@ class BatchMeta:
         return self._with(sample_indices, schema=self._schema_at(sample_indices), names=self._names)
 
     def copy(self) -> BatchMeta:
-        """A copy of its own."""
         return self.select_samples(list(range(self.size)))
 
     def chunk(self, chunks: int) -> list[BatchMeta]:
@@ -510,7 +491,6 @@ class BatchMeta:
 
     @classmethod
     def empty(cls, extra_info: dict[str, Any] | None = None) -> BatchMeta:
-        """A batch of no samples."""
         return cls([], [], {}, extra_info=extra_info)
 
 

@@ -246,18 +246,18 @@ class NcclCommunicator:
 
     def _until_done(self, call: Callable[[], object], what: str, deadline: float) -> None:
         """Start an NCCL call and poll it until it is done."""
-        status, said = self._status(call)
+        status, message = self._status(call)
         while status == IN_PROGRESS:
             if self._aborted or time.monotonic() > deadline:
                 self._abort_communicator()
                 raise PeerLost(what, why="aborted" if self._aborted else "not done before its deadline")
             time.sleep(POLL_EVERY_S)
-            status, said = self._status(self._communicator.check_async_error)
+            status, message = self._status(self._communicator.check_async_error)
         if status != SUCCESS:
             self._abort_communicator()
             if self._aborted or status in (SYSTEM, REMOTE):
-                raise PeerLost(what, why=said)
-            raise NcclFailed(what, why=said, hint="NCCL_DEBUG=INFO says more in the log of this rank")
+                raise PeerLost(what, why=message)
+            raise NcclFailed(what, why=message, hint="NCCL_DEBUG=INFO writes more to the log of this rank")
 
     def _has_failed(self, comm: Any) -> bool:
         """Whether NCCL has noticed that the operation will never end."""

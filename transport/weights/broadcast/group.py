@@ -151,7 +151,7 @@ class BroadcastGroup:
 
         Raises:
             Refused: an unknown rank, or memories of different sizes.
-            BroadcastFailed: it was given up as a whole; attribute `outcome` says who has it all the same. Without an
+            BroadcastFailed: it failed as a whole; attribute `outcome` says which ranks have it all the same. Without an
                 outcome: a rank could not be ended, and its memory must not be used again.
         """
         if unknown := [name for name in memories if name not in self._known]:

@@ -1,8 +1,8 @@
 """The state machine of a broadcast group: who is started, meets whom, is aborted, and is left out.
 
-Pure: `step(event, now)` returns actions; the clock comes with the event, and `deadline` says when a Tick is due at the
-latest. There is a deadline whenever a transfer is under way or waits. Every transfer that was requested ends in one
-outcome. `group.BroadcastGroup` carries the actions out.
+Pure: `step(event, now)` returns actions; the clock comes with the event, and a ClockTick is due by `deadline`. There is
+a deadline whenever a transfer is under way or waits. Every transfer that was requested ends in one outcome.
+`group.BroadcastGroup` carries the actions out.
 
 One transfer at a time goes through phases::
 
@@ -211,7 +211,6 @@ class Transfer:
 
     @property
     def root(self) -> str:
-        """Who sends."""
         return self.request.members[0]
 
     @property
@@ -545,7 +544,7 @@ class BroadcastMachine:
             if name != transfer.root and name not in transfer.lost:
                 transfer.lost[name] = LostRank(name, "late", error)
         for member in self.members.values():
-            # A rank in the middle of something cannot be told from one that hangs.
+            # A rank in the middle of something cannot be distinguished from one that hangs.
             if member.state in ("rendezvous", "broadcasting", "aborting") or self._start_overdue(member, now):
                 self._kill(member, error or "its group is over")
         lost = tuple(entry for name, entry in transfer.lost.items() if name != transfer.root)

@@ -69,12 +69,10 @@ class RankProcesses:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Processes of the ranks that live."""
         return {key[0]: pid for pid, key in self._pids.items()}
 
     @property
     def living(self) -> bool:
-        """Whether any process is left."""
         return bool(self._pids) or (self._child is not None and self._child.poll() is None)
 
     def spawn(self, key: Key) -> None:

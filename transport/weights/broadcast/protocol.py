@@ -186,10 +186,10 @@ class DuplicateDevice(Refused):
 
 
 class BroadcastFailed(RelaxError):
-    """A broadcast was given up: its root is lost, or no group came about before its deadline.
+    """A broadcast failed as a whole: its root is lost, or no group formed before its deadline.
 
     Attributes:
-        outcome: what became of each rank, where a whole broadcast was given up.
+        outcome: what became of each rank, where a whole broadcast failed.
     """
 
     outcome: BroadcastOutcome | None = None
@@ -238,5 +238,4 @@ class Communicator(Protocol):
 
 
 def bucket_bounds(nbytes: int, bucket_bytes: int) -> list[tuple[int, int]]:
-    """Return the byte ranges that are broadcast one by one."""
     return [(at, min(at + bucket_bytes, nbytes)) for at in range(0, nbytes, bucket_bytes)]

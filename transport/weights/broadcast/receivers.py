@@ -50,7 +50,6 @@ class Registration(msgspec.Struct, frozen=True):
 
     @property
     def alive(self) -> bool:
-        """Whether the engine's process is there."""
         return start_time(self.pid) == self.started
 
 

@@ -17,7 +17,7 @@ from relax_rt.cluster.registry.core import RegistryCore, RegistryState
 from relax_rt.interfaces.registry import Changes
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server, make_hello
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcClient, RpcServer, make_hello
 
 RUN = "cafe0001"
 
@@ -113,7 +113,7 @@ class Ctx:
 
     def __init__(self, slot: str, epoch: int, **options: Any) -> None:
         self.who = Incarnation(slot, epoch)
-        self.server = Server(make_hello(RUN, self.who), **options)
+        self.server = RpcServer(make_hello(RUN, self.who), **options)
         self.stopping = asyncio.Event()
         self.progress = self
         self.is_ready = asyncio.Event()
@@ -174,13 +174,13 @@ async def directory(
     addresses: dict[str, str], registry: Registry | None = None, curve: CurveKeys | None = None, **options: Any
 ) -> AsyncIterator[Directory]:
     """References to actors at these addresses, by slot."""
-    clients: list[Client] = []
+    clients: list[RpcClient] = []
 
-    def client(slot: str) -> Client:
+    def client(slot: str) -> RpcClient:
         async def find() -> str:
             return addresses[slot]
 
-        clients.append(Client(find, make_hello(RUN, Incarnation("tester/0", 9)), curve=curve, **options))
+        clients.append(RpcClient(find, make_hello(RUN, Incarnation("tester/0", 9)), curve=curve, **options))
         return clients[-1]
 
     made = Directory(client, registry)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from actor_far_end import Judge, directory, eventually, fails, living
 
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RemoteError
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, CurveKeys, make_hello
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcClient, make_hello
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 64])
@@ -155,7 +155,7 @@ async def test_items_beyond_the_credit_end_the_connection(tmp_path: pathlib.Path
         writer.close()
 
     server = await asyncio.start_unix_server(flood, tmp_path / "f.sock")
-    client = Client(f"unix://{tmp_path}/f.sock", make_hello("cafe0001", Incarnation("tester/0", 2)))
+    client = RpcClient(f"unix://{tmp_path}/f.sock", make_hello("cafe0001", Incarnation("tester/0", 2)))
     items = client.bind(Judge, timeout_s=60.0, window=4).count(100)
     with pytest.raises(Exception, match="beyond the 4 granted"):
         async for _ in items:

@@ -16,7 +16,7 @@ from relax_rt.cluster.registry.store import Store
 from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.transport.rpc.errors import Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server, make_hello
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcClient, RpcServer, make_hello
 
 
 @contextlib.asynccontextmanager
@@ -24,7 +24,7 @@ async def registry(folder: pathlib.Path, keys: CurveKeys) -> AsyncIterator[tuple
     """A registry on an encrypted port, as on the head: (service, address)."""
     service = RegistryService(Store(folder / "registry.sqlite", RUN))
     await service.start()
-    server = Server(make_hello(RUN, Incarnation("registry/0", 0)), curve=keys)
+    server = RpcServer(make_hello(RUN, Incarnation("registry/0", 0)), curve=keys)
     server.offer(RegistryApi, service)
     try:
         yield service, await server.listen("tcp://127.0.0.1:0")
@@ -45,7 +45,7 @@ async def test_by_address_and_key(tmp_path: pathlib.Path) -> None:
         judge = discovery.actor("judge", Judge)
         who = Incarnation("judge/0", await service.issue_epoch("judge/0"))
         assert who == actor.ctx.who
-        own = Client(address, make_hello(RUN, who), curve=keys)
+        own = RpcClient(address, make_hello(RUN, who), curve=keys)
         lease = own.bind(RegistryApi, timeout_s=60.0)
         # The socket is of another node: what counts is where it can be reached from elsewhere.
         await lease.announce(1, f"unix://{tmp_path}/elsewhere.sock", 60.0, "n1", real)

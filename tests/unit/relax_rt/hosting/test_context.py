@@ -27,7 +27,7 @@ from relax_rt.supervision.system_roles import SystemRoles
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Server, caller, make_hello
+from relax_rt.transport.rpc.rpc import RpcServer, caller, make_hello
 
 RUN = "0badcafe"
 
@@ -86,13 +86,13 @@ class Place:
         self.sockets = root
         self.run_dir.mkdir()
         self.registry = Registry()
-        self.server: Server | None = None
+        self.server: RpcServer | None = None
         self.ours, self.theirs = packet_pair()
         self.contexts: list[HostContext] = []
 
     async def registry_up(self) -> None:
         (self.sockets / "registry-0.sock").unlink(missing_ok=True)
-        self.server = Server(make_hello(RUN, Incarnation("registry/0", 0)))
+        self.server = RpcServer(make_hello(RUN, Incarnation("registry/0", 0)))
         self.server.offer(RegistryApi, self.registry)
         await self.server.listen(f"unix://{self.sockets / 'registry-0.sock'}")
 

@@ -134,7 +134,7 @@ def test_a_job_behind_a_cancelled_one_is_admitted(how: str) -> None:
         cache.expire(2.0, lambda late: Refused(late.what))
     elif how == "cancelled":
         future.cancel()
-        cache.line_changed()
+        cache.queue_changed()
     else:
         cache.release(2)
     for entry in cache.admit():

@@ -15,7 +15,7 @@ from relax_rt.transport.queue.client import NewSample, QueueClient
 from relax_rt.transport.queue.ledger.messages import SampleKey, VersionSpan
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, Server, make_hello
+from relax_rt.transport.rpc.rpc import RpcClient, RpcServer, make_hello
 
 RUN_ID = "0badcafe"
 POLICY = LedgerPolicy(
@@ -32,8 +32,8 @@ def tokens(key: SampleKey) -> np.ndarray:
     return np.random.default_rng([key.group, key.member]).integers(0, 1000, 300 + key.group % 50).astype(np.int32)
 
 
-def connect(folder: Path, who: Incarnation) -> tuple[Client, QueueClient]:
-    rpc = Client(f"unix://{folder}/queue.sock", make_hello(RUN_ID, who))
+def connect(folder: Path, who: Incarnation) -> tuple[RpcClient, QueueClient]:
+    rpc = RpcClient(f"unix://{folder}/queue.sock", make_hello(RUN_ID, who))
     queue = QueueClient(
         rpc.bind(QueueApi, timeout_s=120.0), who, folder / "shm", slab_bytes=1 << 16, capacity_bytes=1 << 20
     )
@@ -51,7 +51,7 @@ async def broker(folder: Path) -> None:
         fsync_every_s=0.05,
     )
     await made.open()
-    server = Server(make_hello(RUN_ID, Incarnation("queue/0", 1)))
+    server = RpcServer(make_hello(RUN_ID, Incarnation("queue/0", 1)))
     server.offer(QueueApi, made)
     await server.listen(f"unix://{folder}/queue.sock")
     await made.run()

@@ -401,7 +401,7 @@ async def test_keys_and_addresses(tmp_path: Path) -> None:
             await enter(address, keys=bad)
         own = QueueKeys(**msgspec.json.decode(keys.read_bytes()))
         forged = rpc.CurveKeys(other.public, other.secret, server=own.public.encode())
-        client = rpc.Client(address, rpc.make_hello(RUN_ID, Incarnation("stranger/0", 1)), curve=forged)
+        client = rpc.RpcClient(address, rpc.make_hello(RUN_ID, Incarnation("stranger/0", 1)), curve=forged)
         with pytest.raises((Unreachable, ProtocolError)):
             await client.bind(QueueApi, timeout_s=1.0).account()
         await client.close()

@@ -13,7 +13,7 @@ import msgspec
 
 from relax_rt.transport.rpc.errors import OutOfSpace, RelaxError, StaleEpoch
 from relax_rt.transport.rpc.identity import Hello, Incarnation
-from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server, caller, idempotent, make_hello, tell
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcClient, RpcServer, caller, idempotent, make_hello, tell
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -141,8 +141,8 @@ def hello(slot: str = "rollout/0", epoch: int = 7, *, run_id: str = "cafe0001", 
 @contextlib.asynccontextmanager
 async def serving(
     address: str, *, answers: bool = False, **options: object
-) -> AsyncIterator[tuple[Server, str, FarEndImpl]]:
-    server = Server(hello("queue/0", 3), **options)  # type: ignore[arg-type]
+) -> AsyncIterator[tuple[RpcServer, str, FarEndImpl]]:
+    server = RpcServer(hello("queue/0", 3), **options)  # type: ignore[arg-type]
     implementation = FarEndImpl(pid_only=answers)
     server.offer(FarEnd, implementation)
     real = await server.listen(address)
@@ -153,8 +153,8 @@ async def serving(
 
 
 @contextlib.asynccontextmanager
-async def calling(address: str, timeout_s: float = 10.0, **options: object) -> AsyncIterator[tuple[Client, FarEnd]]:
-    client = Client(address, hello(), **options)  # type: ignore[arg-type]
+async def calling(address: str, timeout_s: float = 10.0, **options: object) -> AsyncIterator[tuple[RpcClient, FarEnd]]:
+    client = RpcClient(address, hello(), **options)  # type: ignore[arg-type]
     try:
         yield client, client.bind(FarEnd, timeout_s=timeout_s)
     finally:
@@ -163,7 +163,7 @@ async def calling(address: str, timeout_s: float = 10.0, **options: object) -> A
 
 async def _serve_forever(address: str, mode: str, public: str, secret: str) -> None:
     curve = CurveKeys(public.encode(), secret.encode()) if public else None
-    server = Server(hello("queue/0", 3), curve=curve)
+    server = RpcServer(hello("queue/0", 3), curve=curve)
     server.offer(FarEnd, FarEndImpl(pid_only=mode == "answer"))
     sys.stdout.write(await server.listen(address) + "\n")
     sys.stdout.flush()

@@ -15,7 +15,7 @@ from rpc_far_end import FarEnd, calling, serving
 
 from relax_rt.transport.rpc import impair
 from relax_rt.transport.rpc.errors import RelaxError, Unreachable
-from relax_rt.transport.rpc.rpc import Client
+from relax_rt.transport.rpc.rpc import RpcClient
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,9 @@ def off() -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def pair(carrier: str, tmp_path: pathlib.Path, timeout_s: float = 10.0) -> AsyncIterator[tuple[Client, FarEnd]]:
+async def pair(
+    carrier: str, tmp_path: pathlib.Path, timeout_s: float = 10.0
+) -> AsyncIterator[tuple[RpcClient, FarEnd]]:
     address = f"unix://{tmp_path}/q.sock" if carrier == "unix" else "tcp://127.0.0.1:0"
     async with serving(address) as (_, real, _), calling(real, timeout_s) as (client, far):
         await far.nothing()

@@ -15,7 +15,7 @@ from rpc_far_end import FarEnd, FarEndImpl, Point, calling, hello, serving
 
 from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, RemoteError, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server, caller, tell
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcClient, RpcServer, caller, tell
 
 CARRIERS = ("unix", "tcp", "curve")
 
@@ -23,7 +23,7 @@ CARRIERS = ("unix", "tcp", "curve")
 @contextlib.asynccontextmanager
 async def pair(
     carrier: str, directory: pathlib.Path, timeout_s: float = 10.0, **options: object
-) -> AsyncIterator[tuple[Server, FarEndImpl, Client, FarEnd]]:
+) -> AsyncIterator[tuple[RpcServer, FarEndImpl, RpcClient, FarEnd]]:
     curve = CurveKeys.make() if carrier == "curve" else None
     address = f"unix://{directory}/q.sock" if carrier == "unix" else "tcp://127.0.0.1:0"
     async with (
@@ -217,7 +217,7 @@ async def test_interfaces_that_cannot_cross_are_refused_at_once(tmp_path: pathli
         async def get(self) -> int:
             return 1
 
-    server = Server(hello())
+    server = RpcServer(hello())
     for api, why in (
         (NotAsync, "NotAsync.get: it is not `async def`"),
         (Untyped, "parameter key has no annotation"),
@@ -230,7 +230,7 @@ async def test_interfaces_that_cannot_cross_are_refused_at_once(tmp_path: pathli
     with pytest.raises(Refused, match="has no method echo"):
         server.offer(FarEnd, object())  # type: ignore[arg-type]
     with pytest.raises(Refused, match="not a positive number"):
-        Client("unix:///x", hello()).bind(FarEnd, timeout_s=0)
+        RpcClient("unix:///x", hello()).bind(FarEnd, timeout_s=0)
     with pytest.raises(Refused, match="was not called by a remote peer"):
         caller()
 

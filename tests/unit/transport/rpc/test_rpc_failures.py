@@ -19,11 +19,11 @@ from rpc_far_end import FarEnd, FarEndImpl, calling, hello, serving, spawn
 from relax_rt.transport.rpc.backoff import BackoffPolicy
 from relax_rt.transport.rpc.channel import AddressError
 from relax_rt.transport.rpc.errors import ActorDied, ProtocolError, Unreachable
-from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcClient, RpcServer
 from relax_rt.transport.rpc.wire import PROTOCOL, HelloFrame, ReplyFrame, RequestFrame, encode_frame, encode_message
 
 
-async def working(far: FarEnd, client: Client) -> None:
+async def working(far: FarEnd, client: RpcClient) -> None:
     """Return once the calls sent before this one are in their handlers: frames are served in order."""
     await far.nothing()
     assert client.statistics().inflight > 0
@@ -104,7 +104,7 @@ async def test_a_server_that_closes_leaves_no_call_in_doubt(carrier: str, tmp_pa
 async def test_a_server_that_closes_answers_what_is_at_work_and_turns_away_the_rest(tmp_path: pathlib.Path) -> None:
     address = f"unix://{tmp_path}/q.sock"
     impl = FarEndImpl()
-    server = Server(hello("queue/0"), max_calls=1)
+    server = RpcServer(hello("queue/0"), max_calls=1)
     server.offer(FarEnd, impl)
     await server.listen(address)
     async with calling(address) as (_, far):
@@ -138,7 +138,7 @@ async def test_nothing_there_until_the_deadline(tmp_path: pathlib.Path) -> None:
             await far_idle(client)
 
 
-async def far_idle(client: Client) -> None:
+async def far_idle(client: RpcClient) -> None:
     """The dialing ends with its last caller: nothing goes on in the background."""
     await asyncio.sleep(0)
     before = client.statistics().failed_dials
@@ -160,7 +160,7 @@ async def test_the_address_is_asked_for_at_every_connect(tmp_path: pathlib.Path)
     async def find() -> str:
         return where[0]
 
-    client = Client(find, hello())
+    client = RpcClient(find, hello())
     far = client.bind(FarEnd, timeout_s=60)
     async with serving(f"unix://{tmp_path}/a.sock"):
         await far.nothing()
@@ -179,17 +179,17 @@ async def test_who_is_not_expected_at_an_address_is_not_spoken_to(tmp_path: path
     async def find() -> str:
         return found.pop(0) if len(found) > 1 else found[0]
 
-    other, right = Server(hello("reward/0")), Server(hello("queue/0"))
+    other, right = RpcServer(hello("reward/0")), RpcServer(hello("queue/0"))
     far = FarEndImpl()
     for server, address in ((other, here), (right, there)):
         server.offer(FarEnd, far)
         await server.listen(address)
-    client = Client(find, hello("trainer/0"), slot="queue/0")
+    client = RpcClient(find, hello("trainer/0"), slot="queue/0")
     try:
         await client.bind(FarEnd, timeout_s=60.0).nothing()
         assert client.peer is not None and client.peer.who.slot == "queue/0"
         assert other.statistics().requests == 0
-        stubborn = Client(here, hello("trainer/0"), slot="queue/0")
+        stubborn = RpcClient(here, hello("trainer/0"), slot="queue/0")
         with pytest.raises(Unreachable, match=r"reward/0#.* answers there, not queue/0"):
             await stubborn.bind(FarEnd, timeout_s=0.3).nothing()
         await stubborn.close()
@@ -203,12 +203,12 @@ async def test_who_is_not_expected_at_an_address_is_not_spoken_to(tmp_path: path
 async def test_other_protocol_other_run(carrier: str, tmp_path: pathlib.Path) -> None:
     address = f"unix://{tmp_path}/q.sock" if carrier == "unix" else "tcp://127.0.0.1:0"
     async with serving(address) as (server, real, _):
-        newer = Client(real, hello(protocol=PROTOCOL + 1))
+        newer = RpcClient(real, hello(protocol=PROTOCOL + 1))
         with pytest.raises(
             ProtocolError, match=rf"speaks protocol version {PROTOCOL}, this process version {PROTOCOL + 1}"
         ):
             await newer.bind(FarEnd, timeout_s=60).nothing()
-        other = Client(real, hello(run_id="beef0002"))
+        other = RpcClient(real, hello(run_id="beef0002"))
         with pytest.raises(ProtocolError, match=r"queue/0#3 belongs to run cafe0001, this process to run beef0002"):
             await other.bind(FarEnd, timeout_s=60).nothing()
         assert server.statistics().requests == 0
@@ -363,7 +363,7 @@ async def test_a_stale_socket_is_replaced_and_is_private(tmp_path: pathlib.Path)
         async with calling(real) as (_, far):
             await far.nothing()
         with pytest.raises(AddressError, match="another process serves there"):
-            await Server(hello()).listen(f"unix://{path}")
+            await RpcServer(hello()).listen(f"unix://{path}")
     assert not path.exists()
 
 
@@ -398,7 +398,7 @@ async def test_listening_fails_in_words(address: str, why: str, tmp_path: pathli
         taken.listen()
         text = address.format(d=str(tmp_path).lstrip("/"), port=taken.getsockname()[1])
         with pytest.raises(AddressError, match=why):
-            await Server(hello()).listen(text)
+            await RpcServer(hello()).listen(text)
 
 
 async def test_several_addresses_at_once(tmp_path: pathlib.Path) -> None:

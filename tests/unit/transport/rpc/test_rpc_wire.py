@@ -208,9 +208,6 @@ def test_malformed_addresses(bad: str) -> None:
 
 
 def test_loopback() -> None:
-    assert [
-        parse_address(a).loopback for a in ("tcp://127.0.0.9:1", "tcp://[::1]:1", "tcp://localhost:1", "unix:///a")
-    ] == [True] * 4
     for near in ("tcp://127.0.0.9:1", "tcp://[::1]:1", "tcp://localhost:1", "unix:///a"):
         assert parse_address(near).loopback, near
     for far in ("tcp://0.0.0.0:1", "tcp://node7:1", "tcp://*:1"):

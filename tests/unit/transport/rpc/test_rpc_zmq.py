@@ -14,7 +14,7 @@ from rpc_far_end import FarEnd, calling, hello, serving
 
 from relax_rt.transport.rpc.channel import AddressError
 from relax_rt.transport.rpc.errors import Refused, Unreachable
-from relax_rt.transport.rpc.rpc import Client, CurveKeys, Server
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcClient, RpcServer
 
 
 async def test_a_peer_without_the_key_gets_nothing() -> None:
@@ -22,7 +22,7 @@ async def test_a_peer_without_the_key_gets_nothing() -> None:
     knows_the_server = dataclasses.replace(stranger, server=keys.public)
     async with serving("tcp://127.0.0.1:0", curve=keys) as (server, real, _):
         for curve in (None, stranger, knows_the_server):
-            client = Client(real, hello(), curve=curve, connect_timeout_s=0.5)
+            client = RpcClient(real, hello(), curve=curve, connect_timeout_s=0.5)
             with pytest.raises(Unreachable):
                 await client.bind(FarEnd, timeout_s=0.8).nothing()
             assert client.peer is None
@@ -105,7 +105,7 @@ async def test_loopback_by_name_and_no_dialing_of_port_0(tmp_path: pathlib.Path)
     async with serving("tcp://localhost:0") as (_, real, _), calling(real) as (_, far):
         await far.nothing()
     with pytest.raises(AddressError, match="the host is not known"):
-        await Server(hello(), curve=CurveKeys.make()).listen("tcp://no.such.host.invalid:0")
+        await RpcServer(hello(), curve=CurveKeys.make()).listen("tcp://no.such.host.invalid:0")
     async with calling("tcp://127.0.0.1:0") as (_, far):
         with pytest.raises(AddressError, match="port 0 is for listening"):
             await far.nothing()

@@ -112,7 +112,7 @@ def shown(folder: Path, pid: int, started: int) -> Manifest:
 
 
 def test_device_memory_of_a_dead_owner_is_gone_before_any_call_of_cuda(tmp_path: Path) -> None:
-    with pytest.raises(Gone, match="not shown"):
+    with pytest.raises(Gone, match="not exported"):
         read_export(tmp_path, 1)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     manifest = shown(tmp_path, child.pid, start_time(child.pid))
@@ -131,7 +131,7 @@ def test_device_memory_of_a_dead_owner_is_gone_before_any_call_of_cuda(tmp_path:
 
 def test_another_content_than_was_committed_is_corrupt_and_nothing_of_it_maps(tmp_path: Path) -> None:
     manifest = shown(tmp_path, os.getpid(), start_time(os.getpid()))
-    with pytest.raises(Corrupt, match=f"committed with digest other, shown with {DIGEST}"):
+    with pytest.raises(Corrupt, match=f"committed with digest other, exported with {DIGEST}"):
         CudaIpcSource(tmp_path, VersionRecord(1, 0, 1, "other"), manifest)
     with pytest.raises(Refused, match="device memory"):
         CudaIpcSource(tmp_path, VersionRecord(1, 0, 1, DIGEST), manifest).mapped()

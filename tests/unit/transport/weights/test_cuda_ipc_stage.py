@@ -96,7 +96,7 @@ def test_weights_on_the_device_that_are_not_the_committed_ones_are_not_shown(tmp
     data[at] ^= 1
     with pytest.raises(Corrupt, match=f"bytes {at // BUCKET_BYTES * BUCKET_BYTES}-.*digest of the staged version"):
         stage.publish(manifest, fill(data))
-    with pytest.raises(Gone, match="not shown"):
+    with pytest.raises(Gone, match="not exported"):
         CudaIpcSource(tmp_path, record, manifest)
     data[at] ^= 1
     stage.publish(manifest, fill(data))

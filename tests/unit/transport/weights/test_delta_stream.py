@@ -23,12 +23,11 @@ from relax_rt.roles.rollout.engines.weight_sources import source_for
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Gone
 from relax_rt.transport.weights import stream
-from relax_rt.transport.weights import stream as served_module
 from relax_rt.transport.weights.delta import apply
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, MAX_DELTAS, layout_of
 from relax_rt.transport.weights.source import StageSource
 from relax_rt.transport.weights.stage import WeightStage, delta_file, read_manifest
-from relax_rt.transport.weights.stream import StagedVersions, StageMirror, delta_name
+from relax_rt.transport.weights.stream import StagedVersions, StageMirror, served_name
 
 ELEMENTS = 400_000
 LAYOUT = layout_of([("w", "bfloat16", (ELEMENTS,), 2 * ELEMENTS), ("norm", "bfloat16", (50,), 100)])
@@ -86,7 +85,7 @@ def held_at(some: int) -> Iterator[tuple[threading.Event, threading.Event]]:
     """A reader in the thread HELD takes nothing more when so many bytes of one name came; yields that it was reached,
     and what lets it go on."""
     reached, go_on = threading.Event(), threading.Event()
-    arrived = stream._Reader.arrived
+    arrived = stream._StageReader.arrived
 
     def counted(self: Any, entry: Any, nbytes: int) -> None:
         arrived(self, entry, nbytes)
@@ -95,12 +94,12 @@ def held_at(some: int) -> Iterator[tuple[threading.Event, threading.Event]]:
             reached.set()
             assert go_on.wait(120)
 
-    stream._Reader.arrived = counted  # type: ignore[method-assign]
+    stream._StageReader.arrived = counted  # type: ignore[method-assign]
     try:
         yield reached, go_on
     finally:
         go_on.set()
-        stream._Reader.arrived = arrived  # type: ignore[method-assign]
+        stream._StageReader.arrived = arrived  # type: ignore[method-assign]
 
 
 def test_deltas_cross_alone_behind_the_first_version(tmp_path: Path) -> None:
@@ -376,10 +375,10 @@ def test_a_delta_is_served_as_long_as_a_version_leads_over_it(tmp_path: Path) ->
     served = StagedVersions(tmp_path, clock=lambda: now[0])
     home.publish()
     second, third = home.publish(), home.publish()
-    name = delta_name(2, second.digest)
+    name = served_name("delta", 2, second.digest)
     whole = home.delta(second).read_bytes()
     assert bytes(served.range(name, 0, len(whole))) == whole, "its version is retired, the next one needs it"
-    for wrong in (delta_name(2, third.digest), delta_name(9, second.digest)):
+    for wrong in (served_name("delta", 2, third.digest), served_name("delta", 9, second.digest)):
         with pytest.raises(Gone):
             served.range(wrong, 0, 1)
     with pytest.raises(Corrupt, match="of "):
@@ -433,14 +432,14 @@ def test_what_is_served_beside_the_buffers_is_bounded_by_bytes_and_by_number(
     large = []
     for _ in range(4):
         large.append(home.publish(ELEMENTS // 5))
-        served.range(delta_name(large[-1].version, large[-1].digest), 0, 1)
+        served.range(served_name("delta", large[-1].version, large[-1].digest), 0, 1)
     size = sum(len(pin.view) for pin in served._pins.values())
     assert len(served) == 3 and 3 * 200_000 < size <= home.layout.nbytes, "together no more than a version"
     with pytest.raises(Gone):
-        served.range(delta_name(large[0].version, large[0].digest), 0, 1)
-    monkeypatch.setattr(served_module, "MAX_SIDE_FILES", 2)
+        served.range(served_name("delta", large[0].version, large[0].digest), 0, 1)
+    monkeypatch.setattr(stream, "MAX_SIDE_FILES", 2)
     small = home.publish()
-    served.range(delta_name(small.version, small.digest), 0, 1)
+    served.range(served_name("delta", small.version, small.digest), 0, 1)
     assert len(served) == 2
 
 

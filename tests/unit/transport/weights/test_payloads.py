@@ -238,7 +238,7 @@ A = (f"{Q}.lora_A.weight", "float32", (2, 10), 80)
     [
         (memoryview(b"short"), "5 bytes are no safetensors file"),
         (memoryview(bytes(8)), ""),
-        (blob_of([], {"payload": "wire"}), "it says that it is 'wire'"),
+        (blob_of([], {"payload": "wire"}), "its kind is 'wire'"),
         (blob_of([], {**LORA, "rank": "0"}), "rank 0"),
         (blob_of([], {**LORA, "rank": "9" * 99}), "rank 9"),
         (blob_of([], {**LORA, "rank": "x"}), "rank: invalid"),
@@ -249,7 +249,7 @@ A = (f"{Q}.lora_A.weight", "float32", (2, 10), 80)
     ],
 )
 def test_what_is_no_payload_of_adapters_is_refused(blob: memoryview, why: str) -> None:
-    with pytest.raises(Corrupt, match=why or "header|says"):
+    with pytest.raises(Corrupt, match=why or "header|kind"):
         decode_lora(blob)
 
 

@@ -18,7 +18,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from netns import Nodes, cut
-from stream_far_end import KEYS, MIB, Far, layout_of_mib, publish, reader, told
+from stream_far_end import KEYS, MIB, Far, layout_of_mib, publish, reader, serving, told
 from weight_versions import fill, version_of
 
 from relax_rt.transport.base.versions import VersionRecord
@@ -37,24 +37,12 @@ from relax_rt.transport.weights.stream import (
     StageMirror,
     decode_manifest,
     manifest_bytes,
-    manifest_name,
-    stage_server,
-    weights_name,
+    served_name,
 )
 
 LAYOUT = layout_of_mib(28)
 BUCKETS = -(-LAYOUT.nbytes // BUCKET_BYTES)
 assert BUCKETS == 2
-
-
-@contextlib.contextmanager
-def serving(folder: pathlib.Path) -> Iterator[str]:
-    """A server in this process."""
-    server = stage_server(folder, KEYS)
-    try:
-        yield server.start("tcp://127.0.0.1:0")
-    finally:
-        server.stop()
 
 
 def mirror_of(folder: pathlib.Path, locate: Callable[[], str], window_bytes: int = 8 * MIB) -> StageMirror:
@@ -438,7 +426,7 @@ def test_the_stage_gives_out_nothing_but_versions(
     for asked in (name, f"weights-{name}", f"../{name}", "epoch", "w0.buf", "v00000001.json"):
         with pytest.raises((Corrupt, Gone)):
             served.range(asked, 0, 1)
-    for asked in (weights_name(1, record.digest), manifest_name(1, record.digest)):
+    for asked in (served_name("weights", 1, record.digest), served_name("manifest", 1, record.digest)):
         try:
             assert len(served.range(asked, at, n)) == n
         except Corrupt as error:
@@ -450,9 +438,9 @@ def test_a_version_that_is_read_stays_after_it_was_retired_and_goes_when_nobody_
     now = [0.0]
     layout = layout_of_mib(1)
     served = StagedVersions(tmp_path, clock=lambda: now[0])
-    one = weights_name(1, publish(tmp_path, layout, 1, fill(layout, 1)).digest)
+    one = served_name("weights", 1, publish(tmp_path, layout, 1, fill(layout, 1)).digest)
     first = bytes(served.range(one, 0, 100))
-    two = weights_name(2, publish(tmp_path, layout, 2, fill(layout, 2)).digest)
+    two = served_name("weights", 2, publish(tmp_path, layout, 2, fill(layout, 2)).digest)
     assert served.range(one, 0, 100) == first
     served.range(two, 0, 1)
     served.sweep()
@@ -471,7 +459,7 @@ def test_requests_of_hostile_readers_do_not_disturb_the_server(tmp_path: pathlib
     layout = layout_of_mib(1)
     data = fill(layout)
     record = publish(tmp_path / "home", layout, 1, data)
-    name = weights_name(1, record.digest)
+    name = served_name("weights", 1, record.digest)
     with serving(tmp_path / "home") as address:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         sock = context.socket(zmq.DEALER)

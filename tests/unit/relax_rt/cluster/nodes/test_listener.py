@@ -33,7 +33,7 @@ from relax_rt.supervision.protocol import DrainRequested, Event, NodeJoined, Nod
 from relax_rt.supervision.rundir import RunPaths
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, CurveKeys, make_hello
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcClient, make_hello
 
 T = TypeVar("T")
 LEASE_S = 0.3
@@ -86,7 +86,7 @@ async def opened(tmp_path: Path) -> AsyncIterator[Head]:
 
 @asynccontextmanager
 async def node(head: Head, keys: CurveKeys | None = None, timeout_s: float = 60.0) -> AsyncIterator[HeadApi]:
-    client = Client(head.listener.address, make_hello(HELLO_NAME, Incarnation("b/0", 0)), curve=keys or head.keys)
+    client = RpcClient(head.listener.address, make_hello(HELLO_NAME, Incarnation("b/0", 0)), curve=keys or head.keys)
     try:
         yield client.bind(HeadApi, timeout_s=timeout_s)
     finally:

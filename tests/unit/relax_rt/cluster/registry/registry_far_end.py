@@ -10,13 +10,13 @@ from relax_rt.cluster.registry.role import RegistryService
 from relax_rt.cluster.registry.store import Store
 from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Server, make_hello
+from relax_rt.transport.rpc.rpc import RpcServer, make_hello
 
 
 async def main(address: str, path: str, run_id: str) -> None:
     service = RegistryService(Store(Path(path), run_id))
     await service.start()
-    server = Server(make_hello(run_id, Incarnation("registry/0", 0)))
+    server = RpcServer(make_hello(run_id, Incarnation("registry/0", 0)))
     server.offer(RegistryApi, service)
     await server.listen(address)
     sys.stdout.write("ready\n")

@@ -19,7 +19,7 @@ from relax_rt.interfaces.registry import RegistryApi
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import ActorDied, DeadlineExceeded, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, make_hello
+from relax_rt.transport.rpc.rpc import RpcClient, make_hello
 
 RUN_ID = "0123abcd"
 FAR_END = Path(__file__).with_name("registry_far_end.py")
@@ -73,7 +73,7 @@ async def process(folder: Path) -> AsyncIterator[Process]:
 async def connected(
     process: Process, slot: str, epoch: int, timeout_s: float = ENOUGH_S, run_id: str = RUN_ID
 ) -> AsyncIterator[RegistryApi]:
-    client = Client(process.address, make_hello(run_id, Incarnation(slot, epoch)))
+    client = RpcClient(process.address, make_hello(run_id, Incarnation(slot, epoch)))
     try:
         yield client.bind(RegistryApi, timeout_s=timeout_s)
     finally:

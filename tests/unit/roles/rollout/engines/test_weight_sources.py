@@ -456,7 +456,7 @@ async def test_what_the_device_does_not_give_is_taken_from_the_stage(
     assert source.carrier == "cuda_ipc"
     assert (copied(source), source.carrier) == (data, "shared_memory")
     assert [kind for kind, _ in ctx.events] == ["device_fallback"] * 2
-    assert "not shown" in ctx.events[0][1]["why"] and "no device is visible" in ctx.events[1][1]["why"]
+    assert "not exported" in ctx.events[0][1]["why"] and "no device is visible" in ctx.events[1][1]["why"]
 
 
 def test_a_trainer_without_a_device_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from relax_rt.roles.rollout.router.interface import Generation
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import Client, Server, make_hello
+from relax_rt.transport.rpc.rpc import RpcClient, RpcServer, make_hello
 
 RUN = "cafe0002"
 STEP_S = 0.005
@@ -88,7 +88,7 @@ class Rollout:
             self.who.epoch, engine, self.stopping, EngineCap(CapLimits(most=room)), beat_s=0.05
         )
         self.engine.sink = self.service.take_chunks
-        self.server = Server(make_hello(RUN, self.who))
+        self.server = RpcServer(make_hello(RUN, self.who))
         self.server.offer(Generation, self.service)
         self.task: asyncio.Task[None] | None = None
 
@@ -129,7 +129,7 @@ class FleetOfTests:
         self.addresses: dict[str, str] = {}
         self.silent = False
         self.rollouts: list[Rollout] = []
-        self.clients: list[Client] = []
+        self.clients: list[RpcClient] = []
         self.trainer = Incarnation("trainer/0", self.core.issue_epoch("trainer/0"))
         self.core.announce(self.trainer, 1, "", 600.0, 0.0)
         self.registry: Any = self  # as much of it as a router calls
@@ -153,11 +153,11 @@ class FleetOfTests:
             await asyncio.sleep(0.005)
         return found
 
-    def _client(self, slot: str) -> Client:
+    def _client(self, slot: str) -> RpcClient:
         async def find() -> str:
             return self.addresses[slot]
 
-        self.clients.append(Client(find, make_hello(RUN, Incarnation("tester/0", 9))))
+        self.clients.append(RpcClient(find, make_hello(RUN, Incarnation("tester/0", 9))))
         return self.clients[-1]
 
     async def close(self) -> None:

@@ -55,6 +55,9 @@ class EventLoopThread:
             raise DeadlineExceeded("call of the queue", why=f"no answer for {timeout_s} s") from error
         except CancelledError as error:
             raise DeadlineExceeded("call of the queue", why="the event loop cancelled it: the role stops") from error
+        except BaseException:
+            future.cancel()  # after an interrupt nobody waits for the result
+            raise
 
     def run_to_end(self, work: Coroutine[Any, Any, object], timeout_s: float) -> None:
         """Carry out work that enters or leaves something. Whatever ends the wait for it, it is cancelled and cleans up
