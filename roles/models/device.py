@@ -72,12 +72,12 @@ def warn_if_slow(ctx: RoleContext, device: str, dtype: str) -> None:
     ctx.log.warning(f"{fast.why}: float32 would be faster than bfloat16", setting="dtype")
 
 
-def autocasting(device: torch.device, wanted: bool) -> AbstractContextManager[object]:
+def autocast_context(device: torch.device, wanted: bool) -> AbstractContextManager[object]:
     """bfloat16 autocast on this device, if it is wanted."""
     return torch.autocast(device.type, torch.bfloat16) if wanted else nullcontext()
 
 
-def free_cached(device: torch.device) -> None:
+def empty_cache(device: torch.device) -> None:
     """What torch holds of the GPU's memory without use goes back to it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -99,7 +99,7 @@ def set_generator_states(states: Mapping[str, torch.Tensor], device: torch.devic
         torch.cuda.set_rng_state(state, device)
 
 
-def on_host(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def copy_to_host(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return a copy of contiguous values in this process's ordinary memory.
 
     From a GPU they come through two pinned buffers, one of which is filled while the other is emptied: pinned memory as
@@ -150,7 +150,7 @@ def _copy_arrived(target: torch.Tensor, arrived: tuple[int, torch.Tensor, torch.
         target[at : at + len(buffer)].copy_(buffer)
 
 
-SIGNS = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
+OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
 """In the messages of what torch raises on a CPU, and of what NCCL and cuBLAS make of it."""
 
 
@@ -158,7 +158,7 @@ def out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory could not be had."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY_TEXTS)
 
 
 @contextmanager

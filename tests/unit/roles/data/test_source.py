@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.roles.data.gym import GymTask, _declared, find_fault
+from relax_rt.roles.data.gym import GymTask, _registered_tasks, find_fault
 from relax_rt.roles.data.items import RawItem
 from relax_rt.roles.data.order import epoch_order, sample_seed
 from relax_rt.roles.data.settings import DataTable
@@ -196,7 +196,7 @@ def test_a_fault_of_the_source_alone_is_none(tmp_path: Path, monkeypatch: pytest
     for name in [one for one in sys.modules if one.partition(".")[0] == "reasoning_gym"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
-    _declared.cache_clear()
+    _registered_tasks.cache_clear()
     try:
         assert find_fault("hidden", {"x": 1}, "data") is None
         assert find_fault("seen", {"y": 1}, "data") is None
@@ -210,7 +210,7 @@ def test_a_fault_of_the_source_alone_is_none(tmp_path: Path, monkeypatch: pytest
     finally:
         for name in [one for one in sys.modules if one.partition(".")[0] == "reasoning_gym"]:
             del sys.modules[name]
-        _declared.cache_clear()
+        _registered_tasks.cache_clear()
 
 
 def test_the_number_of_items_is_named_beside_the_task() -> None:

@@ -157,14 +157,14 @@ def test_what_runs_out_of_memory_gives_back_what_it_holds(model_dir: Path, monke
         return predicted(*arguments, **options)
 
     monkeypatch.setattr(trainer, "_predicted", scarce)
-    monkeypatch.setattr("relax_rt.roles.training.batch.budget.free_cached", freed.append)
+    monkeypatch.setattr("relax_rt.roles.training.batch.budget.empty_cache", freed.append)
     assert trainer.step(SAMPLES, 1).others["micro_batches_halved"] == 1
     assert freed == [CPU]
     calls: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
-    module.free_cached(CPU)
+    module.empty_cache(CPU)
     assert not calls
-    module.free_cached(torch.device("cuda", 0))
+    module.empty_cache(torch.device("cuda", 0))
     assert calls
 
 
