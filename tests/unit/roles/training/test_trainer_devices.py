@@ -209,7 +209,7 @@ def test_values_leave_a_gpu_bucket_by_bucket(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "Event", Event)
     source, target = torch.arange(23, dtype=torch.uint8), torch.zeros(23, dtype=torch.uint8)
     buffers = torch.empty(8, dtype=torch.uint8), torch.empty(8, dtype=torch.uint8)
-    module._through(source, target, buffers)
+    module.copy_through(source, target, buffers)
     assert torch.equal(target, source)
     # One is on its way while the one before is put into its place.
     assert log == ["record 0", "record 1", "wait 0", "record 2", "wait 1", "wait 2"]
