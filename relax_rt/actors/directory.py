@@ -63,7 +63,7 @@ class Directory:
     """Makes references, and keeps the connections and members that they share.
 
     Args:
-        client: the connection to a slot; asked once for each, and closed by whoever made it.
+        client: the connection to a slot; made once for each, and closed by its maker.
         registry: None in a run without one; then only single slots can be referred to.
     """
 
@@ -102,11 +102,8 @@ class Directory:
         return found
 
     def members(self, what: str) -> Members:
-        """All members, watched from now on in the background.
-
-        Raises:
-            Refused: there is no registry; `what` needs one.
-        """
+        """All members, watched from now on in the background. Raises Refused: there is no registry; `what` needs
+        one."""
         if self._registry is None:
             raise Refused(what, why="the run has no registry", hint="name one slot, as reward/0")
         if self._members is None:
@@ -128,9 +125,9 @@ class Directory:
             return died
         end = await self.end_of(_incarnation(died.who), _report_wait_s(left_s))
         known = f"{died.who} ended: {end}" if end else f"how {died.who} ended is not known yet"
-        told = ActorDied(died.what, why=f"{known}; {died.why}", hint=died.hint)
-        told.who, told.diagnosis = died.who, end
-        return told
+        explained = ActorDied(died.what, why=f"{known}; {died.why}", hint=died.hint)
+        explained.who, explained.diagnosis = died.who, end
+        return explained
 
     async def end_of(self, who: Incarnation, wait_s: float) -> str:
         """How an incarnation ended; empty if that is not known in time."""
@@ -142,7 +139,7 @@ class Directory:
         return members.end_of(who) or ""
 
     async def alive(self, names: Collection[str], left_s: float) -> list[str]:
-        """Which of these incarnations live, as the registry says after a wait for reports of their ends."""
+        """Which of these incarnations live, according to the registry, after a wait for reports of their ends."""
         if self._registry is None:
             return []
         whos = [_incarnation(name) for name in names]
@@ -256,11 +253,7 @@ class RoleRoute:
         return RemoteStream(method, opener, budget_s, known.explained, DeathLimit(DEATHS, known.alive))
 
     async def all(self, timeout_s: float) -> list[SlotRoute]:
-        """A route to each ready member.
-
-        Raises:
-            Unreachable: there was none in time.
-        """
+        """A route to each ready member. Raises Unreachable: there was none in time."""
         what = f"the members of {self.name}"
         deadline = asyncio.get_running_loop().time() + timeout_s
         members = self._directory.members(what)
@@ -269,11 +262,8 @@ class RoleRoute:
         return [SlotRoute(self._directory, member.who.slot) for member in ready]
 
     async def _pick(self, what: str, deadline: float) -> tuple[Target, int]:
-        """Choose the target to call, connect it and count the call; returns it with its epoch.
-
-        Raises:
-            Unreachable: no member is ready and can be reached, in time.
-        """
+        """Choose the target to call, connect it and count the call; returns it with its epoch. Raises Unreachable: no
+        member is ready and can be reached, in time."""
         loop = asyncio.get_running_loop()
         members = self._directory.members(what)
         while True:
@@ -312,11 +302,7 @@ class RoleRoute:
         return best
 
     async def _await_change(self, members: Members, what: str, deadline: float, at_most_s: float) -> None:
-        """Wait for news of the members.
-
-        Raises:
-            Unreachable: the deadline has come.
-        """
+        """Wait for news of the members. Raises Unreachable: the deadline has come."""
         left_s = deadline - asyncio.get_running_loop().time()
         if left_s <= 0:
             known = [m for m in members.by_slot.values() if m.who.role == self.name]

@@ -79,7 +79,7 @@ class Finding(msgspec.Struct, frozen=True):
     Attributes:
         section: ``machine``, ``limits``, ``gpu``, ``software``, ``run``.
         level: fail: a run cannot work; warn: it may be slow, or break later.
-        value: what was seen.
+        value: the observed value.
         advice: what to do about it; empty when there is nothing to do.
     """
 
@@ -214,12 +214,12 @@ def check_huge_pages(root: Path) -> Finding:
 def check_container(root: Path, limits: dict[str, float]) -> Finding:
     """Limits of the container beside those of the machine."""
     marks = [name for name in (".dockerenv", "run/.containerenv") if (root / name).exists()]
-    told = [f"{limits['cores']:g} cores"] if "cores" in limits else []
-    told += [byte_size(limits["memory"])] if "memory" in limits else []
-    told += [f"{limits['pids']:g} processes"] if "pids" in limits else []
+    known = [f"{limits['cores']:g} cores"] if "cores" in limits else []
+    known += [byte_size(limits["memory"])] if "memory" in limits else []
+    known += [f"{limits['pids']:g} processes"] if "pids" in limits else []
     where = "in a container" if marks else "no container seen"
     version = "v2" if (root / "sys/fs/cgroup/cgroup.controllers").exists() else "v1 or none"
-    return ok("machine", "cgroup", f"{version}, {where}, limits: {', '.join(told) or 'none'}")
+    return ok("machine", "cgroup", f"{version}, {where}, limits: {', '.join(known) or 'none'}")
 
 
 def check_leftovers() -> list[Finding]:
@@ -241,7 +241,7 @@ def check_files() -> Finding:
 def check_locked() -> Finding:
     """Pinned host memory, which transfers to GPUs and between nodes use."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    low = 0 <= soft < 64 * MIB and _has_gpu_device()
+    low = 0 <= soft < 64 * MIB and Path("/dev/nvidia0").exists()
     value = "unlimited" if soft < 0 else byte_size(soft)
     return judged("limits", "locked memory", value, warn="ulimit -l unlimited, for transfers to GPUs" if low else "")
 
@@ -316,16 +316,12 @@ def _v1_cores(base: Path) -> dict[str, float]:
 
 
 def _chosen(text: str | None) -> str:
-    """The kernel marks the choice: ``always [madvise] never``."""
+    """The chosen one of a kernel's options, which stands in brackets: ``always [madvise] never``."""
     return (text or "").partition("[")[2].partition("]")[0]
 
 
 def _limit(value: int) -> str:
     return "unlimited" if value < 0 else f"{value:,}"
-
-
-def _has_gpu_device() -> bool:
-    return Path("/dev/nvidia0").exists()
 
 
 # --- software and GPUs
@@ -562,7 +558,7 @@ def _cannot_import(python: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return (done.stderr.strip().splitlines() or ["no word"])[-1] if done.returncode else ""
+    return (done.stderr.strip().splitlines() or ["it printed nothing"])[-1] if done.returncode else ""
 
 
 def _check_run_ports(config: RunConfig) -> Iterator[Finding]:

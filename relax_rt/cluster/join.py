@@ -44,7 +44,7 @@ RETRY = BackoffPolicy(base_s=0.5, cap_s=10.0)
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """How a node wants to join.
+    """A request to join a run.
 
     Attributes:
         head: address of the head's listener.
@@ -144,11 +144,8 @@ class Joiner:
             self._keeper.send_signal(number)
 
     async def _join(self) -> JoinRecord | None:
-        """Join, trying again until wait_s is over; None after Ctrl-C.
-
-        Raises:
-            RelaxError: the head refuses this node, or was not reached.
-        """
+        """Join, trying again until wait_s is over; None after Ctrl-C. Raises RelaxError: the head refuses this node, or
+        was not reached."""
         deadline = time.monotonic() + self._request.wait_s
         token, backoff = secrets.token_hex(8), Backoff(RETRY, random.Random())
         self._say(f"joining {self._request.head} as {self._request.name}")
@@ -262,7 +259,7 @@ class Joiner:
             code = self._keeper.wait()
             for pid in procfs.children(os.getpid()):
                 if pid not in others and _is_agent(pid):
-                    # Only the keeper was killed: the agent has started another one and goes on.
+                    # Only the keeper was killed: the agent has started another one and continues.
                     code = self._wait_for_agent(pid)
         finally:
             self._keeper = None
@@ -283,12 +280,12 @@ class Joiner:
         return code if code >= 0 else 128 - code
 
     async def _leave(self, membership: NodeMembership, reason: str) -> None:
-        """Tell the head that nothing is left of this membership, if it answers."""
+        """Report to the head that nothing is left of this membership, if it answers."""
         try:
             async with self._head(membership.epoch, LEAVE_TIMEOUT_S) as head_api:
                 await head_api.leave(membership, reason)
         except RelaxError as error:
-            self._say(f"the head could not be told: {error}")
+            self._say(f"the head was not notified: {error}")
 
 
 def _is_agent(pid: int) -> bool:
@@ -306,11 +303,7 @@ def default_name() -> str:
 
 
 def node_facts(request: JoinRequest) -> NodeFacts:
-    """Describe this machine to the head.
-
-    Raises:
-        Unreachable: there is no way to the head's network.
-    """
+    """Describe this machine to the head. Raises Unreachable: there is no way to the head's network."""
     return NodeFacts(
         name=request.name,
         host=request.host or address_towards(request.head),
@@ -325,11 +318,7 @@ def node_facts(request: JoinRequest) -> NodeFacts:
 
 
 def address_towards(head: str) -> str:
-    """The address of this machine that packets to the head come from.
-
-    Raises:
-        Unreachable: there is no way there.
-    """
+    """The address of this machine that packets to the head come from. Raises Unreachable: there is no way there."""
     target = parse_address(head)
     try:
         family, _, _, _, place = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_DGRAM)[0]

@@ -47,7 +47,7 @@ OUTPUT = "up"
 """Log for the output of a run without a terminal."""
 
 
-class Prepared:
+class PreparedRun:
     """A run that may start: its config, its directories, and the lock on its run directory."""
 
     def __init__(self, config: RunConfig, paths: RunPaths, lock_fd: int) -> None:
@@ -121,7 +121,7 @@ def start(
     return run.paths, keeper
 
 
-def _command(run: Prepared, screen: str, system: Sequence[str]) -> list[str]:
+def _command(run: PreparedRun, screen: str, system: Sequence[str]) -> list[str]:
     """The keeper's command line, which ends with the agent's. It inherits the lock on the run directory."""
     keeper = [sys.executable, "-m", "relax_rt.supervision.keeper"]
     keeper += ["--run-id", run.paths.run_id, "--run-dir", str(run.paths.run_dir)]
@@ -155,12 +155,8 @@ def check_start(config: RunConfig) -> None:
     check_shared_memory(config)
 
 
-def prepare(config: RunConfig, config_path: Path, overrides: Sequence[str], system: Sequence[str]) -> Prepared:
-    """Check everything and make the run's directories.
-
-    Raises:
-        RelaxError: the run must not start.
-    """
+def prepare(config: RunConfig, config_path: Path, overrides: Sequence[str], system: Sequence[str]) -> PreparedRun:
+    """Check everything and make the run's directories. Raises RelaxError: the run must not start."""
     check_nodes(config, plan_roles(config, system))
     run_dir = Path(config.run.dir)
     lock_fd = lock_run_dir(run_dir)
@@ -192,7 +188,7 @@ def prepare(config: RunConfig, config_path: Path, overrides: Sequence[str], syst
         started_at=time.time(),
         **dict.fromkeys(("ended_at", "exit_code", "reason", "diagnosis", "first", "agent")),
     )
-    return Prepared(config, paths, lock_fd)
+    return PreparedRun(config, paths, lock_fd)
 
 
 def lock_run_dir(run_dir: Path) -> int:
@@ -255,11 +251,12 @@ def _check_same_config(run_dir: Path, digest: str, config: RunConfig) -> None:
         rest = [key for key, _, _ in other[MAX_SHOWN:MAX_NAMED]]
         more = f"; and so are {', '.join(rest)}{', …' if len(other) > MAX_NAMED else ''}" if rest else ""
         shown = [f"{key} was {_as_text(was)}, is {_as_text(have)}" for key, was, have in other[:MAX_SHOWN]]
-        told = f": {'; '.join(shown)}{more}" if other else ""
+        differences = f": {'; '.join(shown)}{more}" if other else ""
         back = "set these back, " if other else ""
         raise RelaxError(
             f"run.dir = {str(run_dir)!r} belongs to a run with another config",
-            why=f"run {run.get('run_id', '?')} was started from {run.get('config', '?')} with other settings{told}",
+            why=f"run {run.get('run_id', '?')} was started from {run.get('config', '?')} with other settings"
+            f"{differences}",
             hint=f"choose another run.name or run.dir, {back}or move the old directory away",
         )
 
@@ -290,11 +287,7 @@ def _as_text(value: Any) -> str:
 
 
 def check_shared_memory(config: RunConfig) -> None:
-    """Refuse a run that does not fit into /dev/shm.
-
-    Raises:
-        RelaxError: which setting asks for too much.
-    """
+    """Refuse a run that does not fit into /dev/shm. Raises RelaxError: which setting asks for too much."""
     job_bytes = load_job(config.run.job).shm_bytes(config)
     need = config.queue.capacity_mib * MIB + job_bytes
     free = shutil.disk_usage(SHM_ROOT).free

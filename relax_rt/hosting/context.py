@@ -162,7 +162,7 @@ class ProgressReporter:
 
 
 class _NoRegistry:
-    """In place of a registry client where there is none; the first use raises an error that says why."""
+    """Stands for the registry client where there is none; the first use raises an error with the reason."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -320,7 +320,7 @@ class HostContext:
 class RegistryLease:
     """A role's lease in the registry, renewed in the background.
 
-    While the registry is away renewals are retried, and the role goes on. `keep` ends only by raising StaleEpoch: a
+    While the registry is away renewals are retried, and the role continues. `keep` ends only by raising StaleEpoch: a
     newer incarnation holds the slot, and this one must end.
     """
 
@@ -336,11 +336,7 @@ class RegistryLease:
         self.committed = 0
 
     async def keep(self) -> NoReturn:
-        """Announce the role, then renew its lease for ever.
-
-        Raises:
-            StaleEpoch: the slot has a newer incarnation.
-        """
+        """Announce the role, then renew its lease for ever. Raises StaleEpoch: the slot has a newer incarnation."""
         while True:
             self._wake.clear()
             renewed = await self._renew()
@@ -371,7 +367,7 @@ class RegistryLease:
             return False
         except RelaxError as error:
             if not self._away:
-                ctx.log.warning("the registry does not answer; going on without it", error=str(error))
+                ctx.log.warning("the registry does not answer; continuing without it", error=str(error))
             self._away = True
             return False
         if self._away:
@@ -381,7 +377,7 @@ class RegistryLease:
         return True
 
     async def renew_now(self, wait_s: float = 2.0) -> None:
-        """Renew at once; stops waiting for the answer after wait_s, while the renewal goes on."""
+        """Renew at once; stops waiting for the answer after wait_s, while the renewal continues."""
         async with self._renewed:
             self._wake.set()
             with suppress(TimeoutError):
@@ -396,7 +392,7 @@ class RegistryLease:
             async with asyncio.timeout(wait_s):
                 await self._registry.leave(end)
         except (RelaxError, TimeoutError) as error:
-            self._ctx.log.info("the registry could not be told of the end", error=str(error))
+            self._ctx.log.info("the end was not reported to the registry", error=str(error))
 
 
 def derive_seed(run_seed: int, who: Incarnation) -> int:

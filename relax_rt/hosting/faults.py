@@ -21,11 +21,11 @@ class Faults:
     """Injects faults into this process. `carry_out` is called on the thread that listens to the agent.
 
     Args:
-        tell: gets ``fault_started`` or ``fault_failed`` with its fields, so that the injector learns what happened.
+        emit: takes ``fault_started`` or ``fault_failed`` with its fields, so that the injector learns what happened.
     """
 
-    def __init__(self, tell: Callable[[str, dict[str, str]], None] = lambda kind, fields: None) -> None:
-        self._tell = tell
+    def __init__(self, emit: Callable[[str, dict[str, str]], None] = lambda kind, fields: None) -> None:
+        self._emit = emit
         self._loop: asyncio.AbstractEventLoop | None = None
         self._log = structlog.get_logger()
 
@@ -42,11 +42,11 @@ class Faults:
             self._failed(order.kind, str(error) or type(error).__name__)
 
     def _started(self, kind: str) -> None:
-        self._tell("fault_started", {"order": kind})
+        self._emit("fault_started", {"order": kind})
 
     def _failed(self, kind: str, why: str) -> None:
         self._log.warning("fault not carried out", fault=kind, why=why)
-        self._tell("fault_failed", {"order": kind, "why": why})
+        self._emit("fault_failed", {"order": kind, "why": why})
 
     def _do(self, order: FaultMsg) -> None:
         match order.kind:

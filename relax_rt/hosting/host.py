@@ -60,7 +60,7 @@ CLOSE_S = 5.0
 """Time for leaving the registry and closing connections; after that they end with the process."""
 
 
-class Lifeline:
+class ControlListener:
     """Reads the control channel in a daemon thread, which ends the process at once when the agent is gone."""
 
     def __init__(self, control: socket.socket, faults: Faults) -> None:
@@ -152,16 +152,16 @@ def main() -> int:
     control = _tie_to_agent(host)
     setup_logging(os.environ.get("RELAX_LOG_LEVEL", "info"))
 
-    def tell(kind: str, fields: dict[str, str]) -> None:
+    def emit(kind: str, fields: dict[str, str]) -> None:
         log = EventLog(host.run_dir, str(host.who))
         log.emit(kind, slot=host.who.slot, epoch=host.who.epoch, **fields)
         log.close()
 
-    faults = Faults(tell)
+    faults = Faults(emit)
     if not send_now(control, HelloMsg()):
         # The agent does not wait for this process any more: it was started too late.
         os._exit(EXIT_ORPHANED)
-    lifeline = Lifeline(control, faults)
+    listener = ControlListener(control, faults)
     try:
         role_class = load_role(role_target(host.who.role, host.target))
         config = read_resolved(host.run_dir / RESOLVED_CONFIG)
@@ -182,11 +182,11 @@ def main() -> int:
         def stop() -> None:
             loop.call_soon_threadsafe(ctx.stopping.set)
 
-        lifeline.on_stop(stop)
+        listener.on_stop(stop)
         if role_class.is_gang(settings):
             # Other ranks wait for the store, including those that know it by MASTER_ADDR and MASTER_PORT only.
             await asyncio.to_thread(Gang.here().serve)
-        return await live(role_class, ctx, lambda: send_now(control, FinishedMsg()))
+        return await run_role(role_class, ctx, lambda: send_now(control, FinishedMsg()))
 
     try:
         run_role_loop(run())
@@ -247,7 +247,7 @@ def _tie_to_agent(host: HostEnvironment) -> socket.socket:
     return control
 
 
-async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], object]) -> bool:
+async def run_role(role_class: type[Role], ctx: HostContext, finished: Callable[[], object]) -> bool:
     """Run the role: setup, run, teardown.
 
     Returns:
@@ -264,13 +264,13 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
     stop_wait = asyncio.create_task(ctx.stopping.wait())
     try:
         # A stop during setup leaves it unfinished.
-        if set_up := await _first(role.setup(), stop_wait):
+        if set_up := await _run_until(role.setup(), stop_wait):
             await ctx.listen()
             if ctx.registry_lease is not None:
                 watches.append(asyncio.create_task(ctx.registry_lease.keep()))
             if ctx.settings.live_every_s is not None:
                 watches.append(asyncio.create_task(probe(role, ctx.settings.live_every_s)))
-            await _first(role.run(), *watches)
+            await _run_until(role.run(), *watches)
             if not ctx.stopping.is_set():
                 finished()
     except Exception as error:
@@ -279,7 +279,7 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
     finally:
         stop_wait.cancel()
         try:
-            await _within("its teardown", role.teardown(), TEARDOWN_S)
+            await _run_within("its teardown", role.teardown(), TEARDOWN_S)
         except Exception as error:
             if failure is None:
                 raise
@@ -289,7 +289,7 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
             for watch in watches:
                 watch.cancel()
             try:
-                await _within("its connections' close", ctx.close(end), CLOSE_S)
+                await _run_within("its connections' close", ctx.close(end), CLOSE_S)
             except TimeoutError:
                 ctx.log.warning("connections did not close in time: they end with the process", limit_s=CLOSE_S)
             except Exception as error:
@@ -304,11 +304,7 @@ class LiveProbeFailed(RelaxError):
 
 
 async def probe(role: Role, every_s: float) -> NoReturn:
-    """Call the role's `live` every every_s seconds.
-
-    Raises:
-        LiveProbeFailed: it raised, or took longer than every_s.
-    """
+    """Call the role's `live` every every_s seconds. Raises LiveProbeFailed: it raised, or took longer than every_s."""
     while True:
         await asyncio.sleep(every_s)
         try:
@@ -325,7 +321,7 @@ async def probe(role: Role, every_s: float) -> NoReturn:
             raise LiveProbeFailed(f"live probe failed: {type(error).__name__}: {error}") from error
 
 
-async def _first(work: Coroutine[Any, Any, None], *others: asyncio.Task[Any]) -> bool:
+async def _run_until(work: Coroutine[Any, Any, None], *others: asyncio.Task[Any]) -> bool:
     """Await the work until another task ends. Then cancel the work, abandon it if it does not end, and return False."""
     task = asyncio.create_task(work)
     done, _ = await asyncio.wait([task, *others], return_when=asyncio.FIRST_COMPLETED)
@@ -342,12 +338,9 @@ async def _first(work: Coroutine[Any, Any, None], *others: asyncio.Task[Any]) ->
     return False
 
 
-async def _within(what: str, work: Coroutine[Any, Any, None], limit_s: float) -> None:
-    """Await the work for at most limit_s; then cancel it, and abandon it if it does not end.
-
-    Raises:
-        TimeoutError: it did not finish in time.
-    """
+async def _run_within(what: str, work: Coroutine[Any, Any, None], limit_s: float) -> None:
+    """Await the work for at most limit_s; then cancel it, and abandon it if it does not end. Raises TimeoutError: it
+    did not finish in time."""
     task = asyncio.create_task(work)
     await asyncio.wait([task], timeout=limit_s)
     if not task.done():
@@ -361,10 +354,7 @@ async def _within(what: str, work: Coroutine[Any, Any, None], limit_s: float) ->
 
 def _check_not_cancelled(task: asyncio.Task[None]) -> None:
     """Turn a cancellation from inside the work into an error: CancelledError is no Exception and would go unreported.
-
-    Raises:
-        RelaxError: the work was cancelled, and not by us.
-    """
+    Raises RelaxError: the work was cancelled, and not by us."""
     if task.cancelled():
         name = getattr(task.get_coro(), "__qualname__", "the role's work")
         raise RelaxError(f"{name} was cancelled from inside: it awaited a task that was cancelled, and let that pass")

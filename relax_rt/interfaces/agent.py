@@ -173,7 +173,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
         agent_pid: of its agent.
         cores, memory_mib, gpus: what it offers.
         slots: the slots that run on it.
-        seen_s: time since it was last heard of.
+        seen_s: time since its last call.
     """
 
     node: str

@@ -88,16 +88,12 @@ class Members:
             yield members
 
     async def until(self, holds: Callable[[Members], bool], what: str, *, timeout_s: float) -> None:
-        """Wait until something holds of the members.
-
-        Raises:
-            DeadlineExceeded: it did not, in time.
-        """
+        """Wait until something holds of the members. Raises DeadlineExceeded: it did not, in time."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: holds(self))
         except TimeoutError as error:
-            known = ", ".join(f"{m.who} {m.state}" for m in self.by_slot.values()) or "nobody"
+            known = ", ".join(f"{m.who} {m.state}" for m in self.by_slot.values()) or "none"
             why = f"{known} after {timeout_s:g} s" + (f"; the registry is away: {self.away}" if self.away else "")
             raise DeadlineExceeded(f"waiting for {what}", why=why) from error
 

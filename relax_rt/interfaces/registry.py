@@ -86,8 +86,8 @@ class RegistryApi(Protocol):
         """Issue an epoch for a new incarnation of the slot; all earlier ones are fenced from now on.
 
         A call with the token of the slot's last call returns the same epoch, so that a repeated call, or one that
-        arrives late, fences nobody. A registry that was restarted in between issues another one: then no process was
-        started under the first.
+        arrives late, fences no incarnation. A registry that was restarted in between issues another one: then no
+        process was started under the first.
         """
 
     @idempotent

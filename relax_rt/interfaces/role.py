@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 
 class Progress(Protocol):
-    """How a role shows that it gets on. The watchdog looks at the counter, never at a ticking thread.
+    """How a role reports progress. The watchdog reads the counter, never at a ticking thread.
 
     While `waiting` has a reason the role is idle and the watchdog leaves it alone; the reason is shown by `ps`
     and `why`. Otherwise the counter must move within the role's `hang_after_s`.
     """
 
     def advance(self, n: int = 1, detail: str = "") -> None:
-        """Count n units of work done (tokens, samples, steps); detail says what is being done. Thread-safe."""
+        """Count n units of work done (tokens, samples, steps); detail says the current activity. Thread-safe."""
 
     def waiting(self, reason: str) -> None:
         """The role is idle because of `reason`; the empty string ends the wait. Thread-safe."""
@@ -49,9 +49,9 @@ class RoleContext(Protocol):
     run_id: str
     run_dir: Path
     shm_dir: Path
-    """Private directory in shared memory for this run; removed when the run ends, whoever was killed."""
+    """Private directory in shared memory for this run; removed when the run ends, also after kills."""
     payload_dir: Path
-    """Where the TransferQueue's payloads lie: shm_dir, or a folder of the run with [queue] durability = "disk"."""
+    """Folder of the TransferQueue's payloads: shm_dir, or a folder of the run with [queue] durability = "disk"."""
     spill_dir: Path | None
     """Where the queue moves payloads when shared memory fills; None on nodes other than the queue's."""
     seed: int
@@ -64,7 +64,7 @@ class RoleContext(Protocol):
 
     @property
     def fetcher(self) -> Fetcher | None:
-        """Gets payloads that lie on other nodes, for QueueClient; None in a run of one node."""
+        """Fetches payloads from other nodes, for QueueClient; None in a run of one node."""
 
     async def queue(self) -> QueueApi:
         """The TransferQueue's broker, as its typed interface; reconnects by itself."""
@@ -144,8 +144,8 @@ class Role:
         raise NotImplementedError(f"{type(self).__name__}.run")
 
     async def live(self) -> None:
-        """Look whether the role still works; raise if it does not. Called every `live_every_s` (a setting; unset:
-        never) while `run` goes on, with as long to answer: after that the process ends and is started again."""
+        """Check that the role still works; raise if it does not. Called every `live_every_s` (a setting; unset: never)
+        during `run`, with as long to answer: after that the process ends and is started again."""
 
     async def teardown(self) -> None:
         """Release what setup took."""

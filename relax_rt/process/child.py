@@ -121,7 +121,7 @@ class Child:
         self.signal(signal.SIGKILL)
 
     def release(self) -> None:
-        """Stop watching without waiting for the child: somebody else takes it over."""
+        """Stop watching without waiting for the child: another object watches it from now on."""
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._pidfd = -1
@@ -149,7 +149,7 @@ def describe_exit(status: int) -> str:
 
 
 def packet_pair() -> tuple[socket.socket, socket.socket]:
-    """Return a pair of sockets that keep packet boundaries: a packet arrives whole or not at all, whoever dies."""
+    """Return a pair of sockets that keep packet boundaries: a packet arrives whole or not at all."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 

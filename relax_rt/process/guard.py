@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     procfs.become_subreaper()
-    # Ctrl-C goes to the whole terminal: the owner says when the server ends.
+    # Ctrl-C goes to the whole terminal: the owner decides when the server ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # SGLang's processes send it to their parent when they fail, and we adopt their orphans. A handler, not SIG_IGN,
     # which the server would inherit.
@@ -174,7 +174,7 @@ def end_all(shared: SharedMemory) -> None:
 class SharedMemory:
     """The shared memory that descendants of this process have mapped, recorded while they live.
 
-    A process that dies first leaves its segments to nobody, so they are looked up in its mappings beforehand. A
+    The segments of a process that dies first are mapped by none, so they are looked up in its mappings beforehand. A
     semaphore is created under another name than it gets, and its creator has it mapped under that one, deleted: only
     device and inode identify it.
 

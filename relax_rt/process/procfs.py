@@ -23,11 +23,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def prctl(option: int, value: int) -> None:
-    """Call prctl(2).
-
-    Raises:
-        OSError: the kernel refused.
-    """
+    """Call prctl(2). Raises OSError: the kernel refused."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
@@ -88,23 +84,17 @@ def session_of(pid: int) -> int:
 
 def children(root: int) -> list[int]:
     """Return the living direct children."""
-    listed = _listed_children(root)
+    try:
+        # As the kernel lists them for each thread.
+        lists = [(thread / "children").read_text() for thread in Path(f"/proc/{root}/task").iterdir()]
+        candidates = [int(pid) for text in lists for pid in text.split()]
+    except OSError:
+        candidates = pids()  # this kernel has no such list, or the process has ended
     found = []
-    for pid in pids() if listed is None else listed:
+    for pid in candidates:
         fields = stat_fields(pid)
         if fields is not None and fields[0] not in "ZX" and int(fields[1]) == root:
             found.append(pid)
-    return found
-
-
-def _listed_children(root: int) -> list[int] | None:
-    """Return children as the kernel lists them for each thread; None where the kernel has no such list."""
-    found = []
-    try:
-        for thread in Path(f"/proc/{root}/task").iterdir():
-            found += [int(pid) for pid in (thread / "children").read_text().split()]
-    except OSError:
-        return None
     return found
 
 
@@ -140,7 +130,7 @@ def _below(root: int, children_of: Mapping[int, list[int]]) -> set[int]:
 def in_exec(pid: int) -> bool:
     """Return whether the process is inside execve and /proc does not show its environment yet.
 
-    Its parent may already be told that it runs: descriptors with close-on-exec are closed before that point.
+    Its parent may already believe that it runs: descriptors with close-on-exec are closed before that point.
     """
     fields = stat_fields(pid)
     if fields is None or fields[0] in "ZX" or int(fields[48]) != 0:

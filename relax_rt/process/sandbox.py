@@ -217,17 +217,17 @@ class Sandbox:
         async with start_guard(order, argv=outer) as process:
             try:
                 async with asyncio.timeout(limits.wall_s + GRACE_S):
-                    said = await read_guard_report(process)
+                    report = await read_guard_report(process)
             except TimeoutError:
                 raise SandboxFailed("running code in a sandbox", why="its guard did not answer") from None
-            if "ended" not in said:
-                why = str(said.get("refused") or await _guard_stderr(process) or "its guard was killed")
+            if "ended" not in report:
+                why = str(report.get("refused") or await _guard_stderr(process) or "its guard was killed")
                 failed = SandboxFailed("running code in a sandbox", why=why)
-                failed.closed = str(said.get("closed", ""))
+                failed.closed = str(report.get("closed", ""))
                 raise failed
-        why = LIMIT_MESSAGES.get(said["ended"], "").format(**msgspec.to_builtins(limits))
-        stdout, stderr = (base64.b64decode(said[name]) for name in ("stdout", "stderr"))
-        return SandboxResult(why, None if why else said["code"], stdout, stderr, float(said["seconds"]))
+        why = LIMIT_MESSAGES.get(report["ended"], "").format(**msgspec.to_builtins(limits))
+        stdout, stderr = (base64.b64decode(report[name]) for name in ("stdout", "stderr"))
+        return SandboxResult(why, None if why else report["code"], stdout, stderr, float(report["seconds"]))
 
 
 def package_dirs() -> list[str]:
@@ -287,11 +287,7 @@ _modes: dict[tuple[str, ...], SandboxMode] = {}
 
 
 async def cached_mode(command: Sequence[str] = ()) -> SandboxMode:
-    """Return what `probe` finds for a command, cached for this process.
-
-    Raises:
-        SandboxFailed: see `probe`.
-    """
+    """Return what `probe` finds for a command, cached for this process. Raises SandboxFailed: see `probe`."""
     key = tuple(command)
     if key not in _modes:
         _modes[key] = await probe(command)
@@ -299,11 +295,8 @@ async def cached_mode(command: Sequence[str] = ()) -> SandboxMode:
 
 
 async def require_level(least: Level, command: Sequence[str] = ()) -> SandboxMode:
-    """Return the isolation of a command on this machine if it is at least `least`.
-
-    Raises:
-        SandboxFailed: it is weaker, or the command cannot be run at all.
-    """
+    """Return the isolation of a command on this machine if it is at least `least`. Raises SandboxFailed: it is weaker,
+    or the command cannot be run at all."""
     mode = await cached_mode(command)
     if least == "namespaces" and mode.level != least:
         raise SandboxFailed('a program in a sandbox of level "namespaces"', why=str(mode), hint=advice())
@@ -371,20 +364,17 @@ SYSTEM_PYTHONS = (Path("/usr/bin/python3"), Path("/usr/local/bin/python3"))
 
 
 async def try_mode(mode: SandboxMode, command: Sequence[str]) -> None:
-    """Try a mode: run a command on an empty program, Python on one that prints a word.
-
-    Raises:
-        SandboxFailed: it did not start, or Python did not print the word.
-    """
+    """Try a mode: run a command on an empty program, Python on one that prints a word. Raises SandboxFailed: it did not
+    start, or Python did not print the word."""
     argv = list(command) or [sys.executable, "-I", "-S"]
     python = Path(argv[0]).name.startswith("python")
     ran = await Sandbox(SandboxLimits(wall_s=PROBE_S), mode).run(
         [*argv, "program"], {"program": "print('here', end='')" if python else ""}
     )
     if python and (ran.stopped or ran.code != 0 or ran.stdout != b"here"):
-        said = ran.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        last_line = ran.stderr.decode(errors="replace").strip().splitlines()[-1:]
         what = f"{argv[0]} in a sandbox of level {mode.level}"
-        raise SandboxFailed(what, why=ran.stopped or f"exit code {ran.code} {''.join(said)}")
+        raise SandboxFailed(what, why=ran.stopped or f"exit code {ran.code} {''.join(last_line)}")
 
 
 async def _guard_stderr(process: asyncio.subprocess.Process) -> str:
@@ -392,10 +382,10 @@ async def _guard_stderr(process: asyncio.subprocess.Process) -> str:
     assert process.stderr is not None
     try:
         async with asyncio.timeout(GRACE_S):
-            said = await process.stderr.read(1 << 16)
+            error = await process.stderr.read(1 << 16)
     except TimeoutError:
         return ""
-    return "".join(said.decode(errors="replace").strip().splitlines()[-1:])[:500]
+    return "".join(error.decode(errors="replace").strip().splitlines()[-1:])[:500]
 
 
 def bubblewrap_missing() -> str:

@@ -53,7 +53,7 @@ def shown(programs: Iterable[str]) -> ExposedPaths:
     folders = {sys.prefix, sys.base_prefix, sys.exec_prefix, sysconfig.get_path("stdlib")}
     links: dict[str, str] = {}
     hops = [step for program in (sys.executable, *programs) for step in chain(program)]
-    # Folders on the way may be links as well, and lie in one that is shown.
+    # Folders on the way may be links as well, and be below one that is shown.
     for hop in dict.fromkeys(path for step in hops for path in (step, _in_real_folder(step))):
         prefix = Path(hop).parent.parent
         if (prefix / "pyvenv.cfg").exists() or (not os.path.islink(hop) and _own_prefix(hop)):  # noqa: PTH114
@@ -85,8 +85,8 @@ def _in_real_folder(path: str) -> str:
 
 
 def _own_prefix(program: str) -> bool:
-    """Whether `<prefix>/bin/<program>` has its prefix for itself, as an interpreter that was installed apart: it may be
-    shown whole. A home, or what all programs of a user share, may not."""
+    """Whether `<prefix>/bin/<program>` is alone in its prefix, as a separately installed interpreter: the prefix may be
+    shown whole. A home, or a prefix that all programs of a user share, may not."""
     folder, prefix = Path(program).parent, Path(program).parent.parent
     homes = {Path(os.path.expanduser("~")), Path("/root"), *Path("/home").glob("*")}  # noqa: PTH111 - never raises
     shared = {Path("/"), Path("/tmp"), Path("/opt"), Path("/home"), *homes, *(home / ".local" for home in homes)}

@@ -176,7 +176,7 @@ def set_rlimits(limits: Mapping[str, Any]) -> None:
             continue
         _, hard = resource.getrlimit(what)
         value = int(value) if hard == resource.RLIM_INFINITY else min(int(value), hard)
-        # A second for the program to be told of the first limit.
+        # The program gets SIGXCPU at the first limit, and SIGKILL a second later.
         above = value + 1 if what == resource.RLIMIT_CPU and hard in (resource.RLIM_INFINITY,) else value
         resource.setrlimit(what, (value, above))
 
@@ -223,7 +223,7 @@ def detach(target: str) -> None:
 
 
 def pivot_root(new: str, old: str) -> None:
-    """Make a mount the root; the root before it lies at `old` then."""
+    """Make a mount the root; the old root is at `old` then."""
     number = PIVOT_ROOT.get(platform.machine())
     if number is None:
         raise OSError(f"pivot_root: not known on {platform.machine()}")
@@ -240,7 +240,7 @@ def make_read_only(path: str) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up all of them, for programs run later too, whoever runs them."""
+    """Drop all capabilities, also those that programs run later could gain."""
     for number in range(CAPABILITIES):
         try:
             procfs.prctl(PR_CAPBSET_DROP, number)

@@ -16,11 +16,7 @@ MAX_REQUEST_BYTES = 256 << 20
 
 
 def encode_frame(message: Any, max_bytes: int | None = None, enc_hook: Callable[[Any], Any] | None = None) -> bytes:
-    """Encode a message with its length.
-
-    Raises:
-        ValueError: it has more than `max_bytes`.
-    """
+    """Encode a message with its length. Raises ValueError: it has more than `max_bytes`."""
     body = msgspec.msgpack.encode(message, enc_hook=enc_hook)
     if max_bytes is not None and len(body) > max_bytes:
         raise ValueError(f"a message of {len(body)} bytes, {max_bytes} at most")
@@ -42,11 +38,7 @@ class WorkerLink:
         self._socket.set_inheritable(False)
 
     def send(self, message: Any) -> None:
-        """Send a message.
-
-        Raises:
-            ValueError: it is too large.
-        """
+        """Send a message. Raises ValueError: it is too large."""
         data = encode_frame(message, self._max_bytes, str)
         if os.getpid() != self._pid:
             # User code forked, and the child returned here beside its parent: two answers would confuse the pool.

@@ -3,7 +3,7 @@
 Reward functions (roles/rewards/workers.py) and environments (roles/agentic/workers.py) run in such workers:
 
 - A worker is `python -m MODULE FD` under a guard of its own (sandbox_guard.py). The guard limits processes and memory
-  of the worker with everything it starts, limits what they print, and kills all of them at the end, whoever died first.
+  of the worker with everything it starts, limits what they print, and kills all of them at the end.
 - Each message on its socket is a length and a msgpack body. The first one, the setup, has it load the user's code; its
   first reply says whether that worked.
 - `Worker.request` carries out one request at a time, each with its own deadline, and passes replies on in the order in
@@ -101,11 +101,8 @@ class Worker:
         self._writer: asyncio.StreamWriter | None = None
 
     async def start(self) -> bytes:
-        """Start the process, send it the setup and return its first reply. It is killed if anything fails.
-
-        Raises:
-            WorkerNotStarted: the guard could not start it. WorkerDied: it died, or did not load in time.
-        """
+        """Start the process, send it the setup and return its first reply. It is killed if anything fails. Raises
+        WorkerNotStarted: the guard could not start it. WorkerDied: it died, or did not load in time."""
         name = self.spec.name
         try:
             ours, theirs = socket.socketpair()
@@ -145,11 +142,7 @@ class Worker:
             self._writer.write(frame)
 
     async def send(self, frame: bytes) -> None:
-        """Send a frame.
-
-        Raises:
-            WorkerDied: the process ended.
-        """
+        """Send a frame. Raises WorkerDied: the process ended."""
         assert self._writer is not None
         try:
             self._writer.write(frame)
@@ -158,11 +151,8 @@ class Worker:
             raise await self._died() from None
 
     async def receive(self) -> bytes:
-        """Return the body of the next message.
-
-        Raises:
-            WorkerDied: the process ended, or announced a message that is too large.
-        """
+        """Return the body of the next message. Raises WorkerDied: the process ended, or announced a message that is too
+        large."""
         try:
             (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
             if size > self.spec.max_reply_bytes:
@@ -181,7 +171,7 @@ class Worker:
         """Send a request and pass its replies to `take`, in order of completion, until it returns True.
 
         Requests are carried out one after the other; the deadline starts when it is this one's turn. A cancelled
-        request kills the worker: its replies could not be told from those of the next one.
+        request kills the worker: its replies could be taken for those of the next one.
 
         Args:
             where: names the request in errors.
@@ -270,11 +260,8 @@ class WorkerPool(Generic[W]):
         return [worker for worker in self.workers if not worker.ended]
 
     async def fill(self, count: int | None = None) -> None:
-        """Replace dead workers, so that `count` (by default `size`) are alive.
-
-        Raises:
-            RelaxError: one cannot be started.
-        """
+        """Replace dead workers, so that `count` (by default `size`) are alive. Raises RelaxError: one cannot be
+        started."""
         async with self._filling:
             self._forget_dead()
             missing = (self._size if count is None else count) - len(self.workers)
@@ -297,22 +284,15 @@ class WorkerPool(Generic[W]):
         return worker
 
     async def least_loaded(self) -> W:
-        """Return the worker with the smallest load, after replacing dead ones.
-
-        Raises:
-            RelaxError: one cannot be started.
-        """
+        """Return the worker with the smallest load, after replacing dead ones. Raises RelaxError: one cannot be
+        started."""
         if len(self.alive) < self._size:
             await self.fill()
         return min(self.workers, key=lambda worker: worker.load)
 
     @contextlib.asynccontextmanager
     async def lease(self) -> AsyncIterator[W]:
-        """Wait for a worker that nobody else has; one is started if none is idle.
-
-        Raises:
-            RelaxError: it cannot be started.
-        """
+        """Wait for an exclusive worker; one is started if none is idle. Raises RelaxError: it cannot be started."""
         async with self._places:
             while self._idle and self._idle[-1].ended:
                 self._idle.pop()

@@ -3,7 +3,7 @@
 The owner (see zygote_pool.py) starts one for each interpreter and environment, tells it over a socket what to import,
 and then asks for forks; the log and the control socket of the new process come along as descriptors (SCM_RIGHTS). The
 process is forked twice: the helper in between dies at once, so that the owner, a subreaper, becomes the parent of the
-new process and can wait for it. A zygote can also fork another zygote, which goes on importing while the first stays
+new process and can wait for it. A zygote can also fork another zygote, which continues to import while the first stays
 free.
 
 A fork is safe only in a process with one thread, without a ZeroMQ context, a running event loop or a CUDA context.
@@ -147,22 +147,14 @@ def fork_hazard() -> str:
     zmq = sys.modules.get("zmq")
     if zmq is not None and getattr(getattr(zmq, "Context", None), "_instance", None) is not None:
         return "a ZeroMQ context exists"
-    return _cuda_in_use()
-
-
-def _cuda_in_use() -> str:
-    torch = sys.modules.get("torch")
-    cuda = getattr(torch, "cuda", None)
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is not None and cuda.is_initialized():
         return "torch has initialised CUDA"
-    # The driver keeps its devices open, whoever called it.
+    # The driver keeps its devices open, whichever library called it.
     for fd in Path("/proc/self/fd").iterdir():
-        try:
-            target = str(fd.readlink())
-        except OSError:
-            continue
-        if target.startswith("/dev/nvidia"):
-            return f"the CUDA driver is in use ({target} is open)"
+        with suppress(OSError):
+            if (target := str(fd.readlink())).startswith("/dev/nvidia"):
+                return f"the CUDA driver is in use ({target} is open)"
     return ""
 
 
@@ -186,11 +178,7 @@ class Zygote:
         self._control = control
 
     def serve(self) -> NoReturn:
-        """Carry out requests until the owner is gone.
-
-        Raises:
-            ForkedChild: in each process that was forked.
-        """
+        """Carry out requests until the owner is gone. Raises ForkedChild: in each process that was forked."""
         while True:
             self._step()
 
@@ -249,11 +237,8 @@ class Zygote:
             os._exit(EXIT_ORPHANED)
 
     def _fork(self, order: ForkMsg, fds: list[int]) -> None:
-        """Have a helper fork the process; by the helper's death the process becomes the owner's child.
-
-        Raises:
-            ForkedChild: in the new process.
-        """
+        """Have a helper fork the process; by the helper's death the process becomes the owner's child. Raises
+        ForkedChild: in the new process."""
         reason = fork_hazard()
         if len(fds) != 2 + len(order.descriptors):
             reason = reason or f"{len(fds)} descriptors came along, not {2 + len(order.descriptors)}"

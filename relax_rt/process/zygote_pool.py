@@ -1,7 +1,7 @@
 """The owner's side of zygotes: a light and a heavy one for each interpreter and environment, restarted when they die.
 
-The light one knows what every process needs, and is up soon. The heavy one is forked from it and goes on importing what
-the other processes need, while the light one stays free. A process that needs no heavy import never waits for them.
+The light one imports what every process needs, and is ready soon. The heavy one is forked from it and imports the rest,
+while the light one stays free. A process that needs no heavy import never waits for them.
 """
 
 from __future__ import annotations
@@ -121,11 +121,7 @@ class ZygoteProcess:
         self._send(encode(order), [])
 
     async def fork(self, order: ForkMsg, fds: Sequence[int]) -> int:
-        """Have a process forked; return its pid.
-
-        Raises:
-            ForkFailed: the zygote refused, died or did not answer.
-        """
+        """Have a process forked; return its pid. Raises ForkFailed: the zygote refused, died or did not answer."""
         self._last_number += 1
         number = self._last_number
         reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -201,7 +197,7 @@ class ZygoteProcess:
         self._changed.notify()
 
 
-class KeptZygote:
+class SupervisedZygote:
     """Starts a zygote, and starts it again with back-off when it dies.
 
     It is given up when it becomes unsafe to fork again and again, with nothing that the next one could leave out.
@@ -299,8 +295,8 @@ class ZygotePair:
         self._skipped: set[str] = set()
         self._pool = pool
         number, changed, emit = len(pool.pairs), pool.changed, pool.emit
-        self.light = KeptZygote(f"light-{number}", self._start_light, changed, emit, tries=LIGHT_TRIES)
-        self.heavy = KeptZygote(f"heavy-{number}", self._start_heavy, changed, emit, tries=1, learn=self._skip)
+        self.light = SupervisedZygote(f"light-{number}", self._start_light, changed, emit, tries=LIGHT_TRIES)
+        self.heavy = SupervisedZygote(f"heavy-{number}", self._start_heavy, changed, emit, tries=1, learn=self._skip)
 
     def start(self) -> None:
         """Start both; the heavy one only if anything is to be imported."""
@@ -311,11 +307,8 @@ class ZygotePair:
             self.heavy.absent = "nothing to preload"
 
     async def choose(self, target: str, needs: Sequence[str]) -> ZygoteProcess:
-        """Return the zygote that has most of what a process needs, waiting for it as long as that pays.
-
-        Raises:
-            ForkFailed: there is none.
-        """
+        """Return the zygote that has most of what a process needs, waiting for it as long as that pays. Raises
+        ForkFailed: there is none."""
         changed, light, heavy = self._pool.changed, self.light, self.heavy
 
         def fit() -> ZygoteProcess | None:
@@ -418,7 +411,7 @@ class ZygotePool:
         self.pairs: dict[ZygoteKey, ZygotePair] = {}
         self.changed = Notifier()
         self.starting = 0
-        """Forks in progress: a process may exist that nobody watches yet."""
+        """Forks in progress: a process may exist that is not watched yet."""
 
     @property
     def pids(self) -> set[int]:

@@ -50,11 +50,8 @@ class FoundRun(msgspec.Struct, frozen=True):
 
 
 def check_format(run_dir: Path, record: dict[str, Any]) -> None:
-    """Refuse a run directory that another version wrote in another format.
-
-    Raises:
-        NoRun: which version wrote it, and what to do.
-    """
+    """Refuse a run directory that another version wrote in another format. Raises NoRun: which version wrote it, and
+    what to do."""
     if record.get("format") != RUN_FORMAT:
         raise NoRun(
             f"{run_dir} is the run directory of relax-rt {record.get('version', '0.1')}, which {VERSION} cannot read",
@@ -64,11 +61,8 @@ def check_format(run_dir: Path, record: dict[str, Any]) -> None:
 
 
 def find_run(run_dir: Path) -> FoundRun:
-    """Return the newest run of a run directory, alive or ended.
-
-    Raises:
-        NoRun: the directory holds no run at all, or one of another format.
-    """
+    """Return the newest run of a run directory, alive or ended. Raises NoRun: the directory holds no run at all, or one
+    of another format."""
     record = read_run(run_dir)
     if record is None or "run_id" not in record:
         raise NoRun(f"no run in {run_dir}", why="there is no run.json", hint="give the run directory, as runs/my-run")
@@ -79,11 +73,8 @@ def find_run(run_dir: Path) -> FoundRun:
 
 
 def status(run_dir: Path) -> RunStatus:
-    """Return the state of a run; of an ended one, how it ended.
-
-    Raises:
-        NoRun: the directory holds no run, alive or ended.
-    """
+    """Return the state of a run; of an ended one, how it ended. Raises NoRun: the directory holds no run, alive or
+    ended."""
     run = find_run(run_dir)
     if run.alive and not run.joined:
         try:
@@ -97,11 +88,7 @@ def status(run_dir: Path) -> RunStatus:
 
 
 def stop(run_dir: Path, reason: str = "relax-rt down", wait_s: float = 0.0) -> None:
-    """Drain a run; with wait_s, wait until it has ended.
-
-    Raises:
-        RelaxError: it did not end within wait_s.
-    """
+    """Drain a run; with wait_s, wait until it has ended. Raises RelaxError: it did not end within wait_s."""
     _end(run_dir, lambda agent: agent.stop(reason), wait_s)
 
 

@@ -24,6 +24,7 @@ FREE_TIMEOUT_S = 30.0
 NVIDIA_SMI_TIMEOUT_S = 10.0
 ASK_EVERY_S = 0.1
 INITIAL_PID_NAMESPACE = "pid:[4026531836]"
+"""Here our pids are those of the host, which the driver reports."""
 
 
 class DeviceBusy(RelaxError):
@@ -82,11 +83,8 @@ def parse_apps(text: str) -> list[DeviceProcess]:
 
 
 async def ask_nvidia_smi(device: str) -> list[DeviceProcess]:
-    """Ask nvidia-smi which processes use a device.
-
-    Raises:
-        DeviceQueryFailed: it is not there, fails or takes too long.
-    """
+    """Ask nvidia-smi which processes use a device. Raises DeviceQueryFailed: it is not there, fails or takes too
+    long."""
     program = shutil.which("nvidia-smi")
     if program is None:
         raise DeviceQueryFailed("nvidia-smi is not installed")
@@ -107,11 +105,6 @@ def _run(command: list[str]) -> list[DeviceProcess]:
     return parse_apps(done.stdout)
 
 
-def in_initial_pid_namespace() -> bool:
-    """Return whether our pids are those of the host, which the driver reports."""
-    return procfs.pid_namespace() == INITIAL_PID_NAMESPACE
-
-
 class DeviceGate:
     """Delays the start of a process until dead processes hold no memory of its devices.
 
@@ -130,7 +123,7 @@ class DeviceGate:
         visible: str | None = None,
         lives: Callable[[int], object] = procfs.start_time,
         free_timeout_s: float = FREE_TIMEOUT_S,
-        knows_pids: Callable[[], bool] = in_initial_pid_namespace,
+        knows_pids: Callable[[], bool] = lambda: procfs.pid_namespace() == INITIAL_PID_NAMESPACE,
     ) -> None:
         self._emit, self._ask, self._visible, self._lives = emit, ask, visible, lives
         self._free_timeout_s, self._knows_pids = free_timeout_s, knows_pids
@@ -139,10 +132,7 @@ class DeviceGate:
 
     async def free(self, slot: str, numbers: Sequence[int]) -> None:
         """Return once dead processes hold no memory of the devices; at once for devices that the run has not used.
-
-        Raises:
-            DeviceBusy: they still do when the time is over.
-        """
+        Raises DeviceBusy: they still do when the time is over."""
         names = device_names(numbers, self._visible)
         again = [name for name in names if name in self._used]
         self._used.update(names)

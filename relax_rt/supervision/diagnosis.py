@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -64,13 +65,14 @@ class ExitFacts(msgspec.Struct, frozen=True, kw_only=True):
 def diagnose(slot: str, epoch: int, pid: int, facts: ExitFacts, at: float) -> Diagnosis:
     """Find the cause of an exit. Pure: all evidence is in `facts`."""
     lines = [line for line in facts.log.splitlines() if line.strip()]
-    trace = (facts.report.trace if facts.report else "") or _traceback(lines)
+    starts = [i for i, line in enumerate(lines) if line.startswith(("Traceback (most recent", "Fatal Python error"))]
+    trace = facts.report.trace if facts.report else ""
+    if not trace and starts:
+        trace = "\n".join(lines[starts[-1] :])
     kind, cause = _classify(facts, lines)
-    name = (
-        signal.Signals(facts.signal).name
-        if facts.signal in _SIGNALS
-        else (f"SIG{facts.signal}" if facts.signal else "")
-    )
+    name = f"SIG{facts.signal}" if facts.signal else ""
+    if facts.signal in _SIGNALS:
+        name = signal.Signals(facts.signal).name
     return Diagnosis(
         slot=slot,
         epoch=epoch,
@@ -94,53 +96,34 @@ def _classify(facts: ExitFacts, lines: list[str]) -> tuple[Kind, str]:
     # native crash leaves no report, and the log is all there is.
     if facts.kill is not None and facts.signal == signal.SIGKILL:
         return facts.kill
-    if facts.signal:
-        return _classify_signal(facts, lines)
+    if facts.signal and facts.oom:
+        return "oom", facts.oom
+    raised = ""
+    if any(line.startswith("Traceback (most recent call last)") for line in lines):
+        raised = next((line.strip() for line in reversed(lines) if _EXCEPTION_LINE.match(line.strip())), "")
+    cuda = ""
+    if any(_CUDA.search(line) for line in lines[-TAIL_LINES:]):
+        cuda = next(line.strip() for line in lines if _CUDA.search(line))
+    if facts.signal and cuda:
+        return "cuda", cuda
     if facts.report is not None:
         return facts.report.kind, facts.report.cause
+    if facts.signal:
+        if facts.signal not in _SIGNALS:
+            return "killed", f"signal {facts.signal}"
+        known = signal.Signals(facts.signal)
+        return "killed", _SIGNAL_CAUSE.get(known, f"{known.name} from outside the run")
     if facts.exit_code == 0:
         return "clean", "finished"
-    last = _exception_line(lines)
-    if any(_CUDA.search(line) for line in lines[-TAIL_LINES:]):
-        return "cuda", last or _first_match(lines)
-    if last.startswith(("ModuleNotFoundError", "ImportError")):
-        return "import_error", last
-    if last.startswith("MemoryError"):
-        return "oom", last
-    if last:
-        return "exception", last
+    if cuda:
+        return "cuda", raised or cuda
+    if raised:
+        if raised.startswith(("ModuleNotFoundError", "ImportError")):
+            return "import_error", raised
+        return "oom" if raised.startswith("MemoryError") else "exception", raised
     if facts.exit_code == 2:
         return "config", lines[-1] if lines else "exit code 2"
     return "unknown", f"exit code {facts.exit_code} without a report"
-
-
-def _classify_signal(facts: ExitFacts, lines: list[str]) -> tuple[Kind, str]:
-    if facts.oom:
-        return "oom", facts.oom
-    if any(_CUDA.search(line) for line in lines[-TAIL_LINES:]):
-        return "cuda", _first_match(lines)
-    if facts.report is not None:
-        return facts.report.kind, facts.report.cause
-    if facts.signal in _SIGNALS:
-        known = signal.Signals(facts.signal)
-        return "killed", _SIGNAL_CAUSE.get(known, f"{known.name} from outside the run")
-    return "killed", f"signal {facts.signal}"
-
-
-def _first_match(lines: list[str]) -> str:
-    return next((line.strip() for line in lines if _CUDA.search(line)), "CUDA error")
-
-
-def _exception_line(lines: list[str]) -> str:
-    """Return the last line that names an exception, when a traceback is in the log."""
-    if not any(line.startswith("Traceback (most recent call last)") for line in lines):
-        return ""
-    return next((line.strip() for line in reversed(lines) if _EXCEPTION_LINE.match(line.strip())), "")
-
-
-def _traceback(lines: list[str]) -> str:
-    starts = [i for i, line in enumerate(lines) if line.startswith(("Traceback (most recent", "Fatal Python error"))]
-    return "\n".join(lines[starts[-1] :]) if starts else ""
 
 
 def classify_exception(error: BaseException) -> Kind:
@@ -168,33 +151,22 @@ def cause_of(error: BaseException) -> str:
     return str(error) if isinstance(error, RelaxError) else f"{type(error).__name__}: {error}"
 
 
-def cgroup_oom_kills(pid: int | None = None) -> int | None:
+def cgroup_oom_kills() -> int | None:
     """Return the kernel's count of memory kills in our cgroup (v2, else v1); None where there is no counter."""
-    for path in _cgroup_files(pid):
-        try:
-            text = path.read_text()
-        except OSError:
-            continue
-        match = re.search(r"^oom_kill (\d+)$", text, re.M)
-        if match:
-            return int(match.group(1))
-    return None
-
-
-def _cgroup_files(pid: int | None) -> list[Path]:
-    try:
-        entries = Path(f"/proc/{pid or 'self'}/cgroup").read_text().splitlines()
-    except OSError:
-        return []
     files = []
-    for entry in entries:
-        _, controllers, group = entry.split(":", 2)
-        if not controllers:
-            files.append(Path(f"/sys/fs/cgroup{group}") / "memory.events")
-        elif "memory" in controllers.split(","):
-            files.append(Path(f"/sys/fs/cgroup/memory{group}") / "memory.oom_control")
+    with suppress(OSError):
+        for entry in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = entry.split(":", 2)
+            if not controllers:
+                files.append(Path(f"/sys/fs/cgroup{group}/memory.events"))
+            elif "memory" in controllers.split(","):
+                files.append(Path(f"/sys/fs/cgroup/memory{group}/memory.oom_control"))
     # In a container the path is that of the host: the mounted root is our own group.
-    return [*files, Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control")]
+    for path in (*files, Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control")):
+        with suppress(OSError):
+            if match := re.search(r"^oom_kill (\d+)$", path.read_text(), re.M):
+                return int(match.group(1))
+    return None
 
 
 class KernelLog:
@@ -227,7 +199,7 @@ class KernelLog:
             self._killed[int(found[1])] = record.partition(";")[2].splitlines()[0]
 
     def _new_records(self) -> Iterator[str]:
-        # The ring holds a bounded number of records; a lapped reader gets EPIPE and goes on.
+        # The ring holds a bounded number of records; a lapped reader gets EPIPE and continues.
         for _ in range(100_000 if self._fd >= 0 else 0):
             try:
                 yield os.read(self._fd, 8192).decode("utf-8", "replace")

@@ -108,7 +108,7 @@ class PendingStart:
 class PendingStarts:
     """Starts that were decided and that no executor knows of yet: the newest attempt of each slot. Pure.
 
-    Between the decision and the order lies a wait (for epochs, for a gang's socket) in which the slot may be asked to
+    Between the decision and the order the agent waits (for epochs, for a gang's socket), and the slot may be asked to
     stop, its node may be lost, and the next start of the same slot may be decided. The result of an attempt concerns a
     slot only while it is the slot's newest one.
     """
@@ -168,18 +168,12 @@ class Executor(Protocol):
     """Its name; empty is the head's own node in a run of one node."""
 
     def carry_out(self, order: SlotOrder) -> None:
-        """Carry out an order.
-
-        Raises:
-            Refused: a fault cannot be injected: there is no such fault, or the slot has no process.
-        """
+        """Carry out an order. Raises Refused: a fault cannot be injected: there is no such fault, or the slot has no
+        process."""
 
     async def rendezvous(self, slot: str, generation: int) -> GangRendezvous:
-        """Bind the socket that the gang's next rank 0 serves on; the next start of `slot` passes it on.
-
-        Raises:
-            OSError: no port can be bound.
-        """
+        """Bind the socket that the gang's next rank 0 serves on; the next start of `slot` passes it on. Raises OSError:
+        no port can be bound."""
 
     async def close(self) -> object:
         """End whatever still runs on the node."""

@@ -73,20 +73,6 @@ class _NodeState:
             found.append(chosen)
         return found
 
-    def crowded(self, need: SlotSpec) -> bool:
-        """Return whether with this slot its slots could use more memory than there is."""
-        return 0 < self.node.memory_mib < self.memory_mib + need.memory_mib and need.memory_mib > 0
-
-    def in_memory(self, need: SlotSpec, ranks: int) -> int:
-        """Return how many of these ranks fit into its memory."""
-        if not self.node.memory_mib or not need.memory_mib:
-            return ranks
-        return min(ranks, max(0, self.node.memory_mib - self.memory_mib) // need.memory_mib)
-
-    def on_cores(self, need: SlotSpec, ranks: int) -> int:
-        """Return how many of these ranks get cores of their own."""
-        return min(ranks, max(0, self.node.cores - self.threads) // max(1, need.threads))
-
 
 def _parts(gpus: float) -> int:
     """Return the thousandths of each device that a slot needs."""
@@ -125,11 +111,7 @@ class Placer:
         return [room.node for room in self._rooms.values()]
 
     def add(self, node: Node) -> None:
-        """Add a node, with everything free.
-
-        Raises:
-            Refused: one of this name is there.
-        """
+        """Add a node, with everything free. Raises Refused: one of this name is there."""
         if node.name in self._rooms:
             raise Refused(f"node {node.name!r}", why="there is one of this name")
         self._rooms[node.name] = _NodeState(node)
@@ -180,11 +162,7 @@ class Placer:
             room.free[device] += taken.parts
 
     def place(self, need: SlotSpec) -> Placement | NoRoom:
-        """Place one slot.
-
-        Raises:
-            Refused: it has one.
-        """
+        """Place one slot. Raises Refused: it has one."""
         self._fresh(need)
         pin = self._pin(need)
         rooms = [room for room in self._open(pin) if room.devices(need.gpus)]
@@ -200,17 +178,15 @@ class Placer:
             load = (room.threads + need.threads) / max(1, room.node.cores)
             elsewhere = self._before.get(need.slot) != room.node.name
             few = room.kinds.get(need.kind, 0)
-            return room.crowded(need), load > 1, few, load, elsewhere, order.index(room.node.name)
+            crowded = need.memory_mib > 0 and 0 < room.node.memory_mib < room.memory_mib + need.memory_mib
+            return crowded, load > 1, few, load, elsewhere, order.index(room.node.name)
 
         room = min(rooms, key=cost)
         return self._take(need, room, room.devices(need.gpus)[0])
 
     def place_gang(self, needs: Sequence[SlotSpec]) -> list[Placement] | NoRoom:
-        """Place all ranks of a gang, in their order, or none.
-
-        Raises:
-            Refused: one of them has a place, or the ranks ask for different things.
-        """
+        """Place all ranks of a gang, in their order, or none. Raises Refused: one of them has a place, or the ranks ask
+        for different things."""
         if not needs:
             return []
         first = needs[0]
@@ -284,9 +260,15 @@ def _pack(
     Memory and cores decide only among ways that GPUs allow: a node takes as many ranks as it has both for if that is
     enough all in all, else as many as it has memory for, else as many as its devices hold.
     """
-    hard = {room.node.name: len(fits[room.node.name]) for room in rooms}
-    held = {room.node.name: room.in_memory(need, hard[room.node.name]) for room in rooms}
-    soft = {room.node.name: room.on_cores(need, held[room.node.name]) for room in rooms}
+    hard, held, soft = {}, {}, {}
+    for room in rooms:
+        node = room.node
+        hard[node.name] = held[node.name] = len(fits[node.name])
+        if node.memory_mib and need.memory_mib:
+            left = max(0, node.memory_mib - room.memory_mib)
+            held[node.name] = min(hard[node.name], left // need.memory_mib)
+        idle = max(0, node.cores - room.threads)
+        soft[node.name] = min(held[node.name], idle // max(1, need.threads))
     for room_for in (soft, held, hard):
         if sum(room_for.values()) < ranks:
             continue

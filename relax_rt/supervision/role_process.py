@@ -1,4 +1,4 @@
-"""A role's process as the agent sees it: what it is started with, what it says, and why it ended."""
+"""A role's process as the agent sees it: how it is started, its control messages, and the diagnosis of its exit."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class StartedProcess(NamedTuple):
     popen: subprocess.Popen[bytes] | None = None
 
     def abandon(self) -> None:
-        """Kill it: nobody would ever see it exit."""
+        """Kill it: no reader watches for its exit."""
         self.control.close()
         os.kill(self.pid, signal.SIGKILL)
 
@@ -226,7 +226,7 @@ class RoleProcess:
         facts = ExitFacts(exit_code=code, signal=max(0, -status), report=self._report, kill=self._kill)
         try:
             facts = await asyncio.get_running_loop().run_in_executor(self._examiners, self._examine, facts)
-        except Exception as error:  # noqa: BLE001 whoever waits for this exit must learn of it, whatever the evidence
+        except Exception as error:  # noqa: BLE001 the exit must be reported whatever the evidence
             missing = f"what it left behind cannot be examined ({type(error).__name__}: {error})"
             facts = msgspec.structs.replace(facts, log=missing)
         self._on_exit(diagnose(self.launch.slot, self.launch.epoch, self.pid, facts, at))

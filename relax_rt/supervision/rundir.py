@@ -68,11 +68,8 @@ class RunPaths(NamedTuple):
         return self.socket_dir / AGENT_SOCKET
 
     def make_private(self) -> None:
-        """Make the socket and shared memory directories, readable by nobody else, and record their owner.
-
-        Raises:
-            OSError: they cannot be made, or exist.
-        """
+        """Make the socket and shared memory directories, private to this user, and record their owner. Raises OSError:
+        they cannot be made, or exist."""
         for directory in (self.socket_dir, self.shm_dir):
             directory.mkdir(mode=0o700)
         self.own(os.getpid())
@@ -167,9 +164,15 @@ def end_run(paths: RunPaths, by: str, cause: str) -> None:
         lambda: (procfs.descendants(os.getpid()) | members_of_run(paths.run_id)) - {os.getpid()}, reap=True
     )
     paths.remove_private()
+    _record_death(paths, cause, by)
+
+
+def _record_death(paths: RunPaths, cause: str, by: str = "") -> None:
+    """Record in run.json, and as an event of `by`, that the agent died; not if it has recorded its end itself."""
     run = read_run(paths.run_dir) or {}
     if run.get("run_id") == paths.run_id and run.get("status") in RUNNING:
-        append_event(paths.run_dir, by, "agent_died", cause=cause)
+        if by:
+            append_event(paths.run_dir, by, "agent_died", cause=cause)
         update_run(paths.run_dir, status="agent died", exit_code=1, reason=cause, ended_at=time.time())
 
 
@@ -208,15 +211,7 @@ def clean_stale_runs() -> list[str]:
     for paths in stale_runs():
         procfs.kill_until_none(partial(members_of_run, paths.run_id), reap=False)
         paths.remove_private()
-        run = read_run(paths.run_dir) or {}
-        if run.get("run_id") == paths.run_id and run.get("status") in RUNNING:
-            update_run(
-                paths.run_dir,
-                status="agent died",
-                exit_code=1,
-                reason="found dead by the next run",
-                ended_at=time.time(),
-            )
+        _record_death(paths, "found dead by the next run")
         cleaned.append(paths.run_id)
     return cleaned
 

@@ -1,8 +1,8 @@
 """Starts role processes: from a spare if one waits, else forked by a zygote, else spawned from nothing.
 
 A spare is a process of a role that has done what can be done beforehand: it was started as a role is, has imported the
-role's class, has run `Role.prepare`, and waits on its control channel to be told which slot it fills, under which epoch
-and on which devices.
+role's class, has run `Role.prepare`, and waits on its control channel for the slot that it fills, its epoch and its
+devices.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RoleSpawner:
 
     @property
     def in_flight(self) -> int:
-        """Processes that may exist although nobody watches them yet."""
+        """Processes that may exist and are not watched yet."""
         return self._starting + self.spares.starting + (self.zygotes.starting if self.zygotes is not None else 0)
 
     @property
@@ -104,11 +104,7 @@ class RoleSpawner:
     async def spawn(
         self, launch: Launch, on_message: Callable[[FromRole], None], on_exit: Callable[[Diagnosis], None]
     ) -> RoleProcess:
-        """Start a role's process and watch it.
-
-        Raises:
-            OSError: the interpreter or the log file cannot be opened.
-        """
+        """Start a role's process and watch it. Raises OSError: the interpreter or the log file cannot be opened."""
         self._starting += 1
         try:
             started = await self._assign_spare(launch) or await self._start_process(launch)
@@ -295,7 +291,7 @@ class Spares:
         self._ended: list[Spare] = []
         self._changed = Notifier()
         self.starting = 0
-        """Processes that may exist although nobody watches them yet."""
+        """Processes that may exist and are not watched yet."""
 
     @property
     def pids(self) -> set[int]:

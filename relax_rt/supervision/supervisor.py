@@ -42,7 +42,7 @@ from relax_rt.supervision.protocol import (
     StopRequested,
     Tick,
 )
-from relax_rt.supervision.tree import Cohort, RoleNode, RoleRestart, RoleSpec, Slot, SlotSpec, SlotTree, State
+from relax_rt.supervision.tree import RestartGroup, RoleNode, RoleRestart, RoleSpec, Slot, SlotSpec, SlotTree, State
 from relax_rt.transport.rpc.errors import Refused
 
 PAUSE_S = 60.0
@@ -288,9 +288,9 @@ class Supervisor:
         counted: it may be a failure; an exit that came with the loss of its node is none.
         """
         # The order of the cases is the policy. An ending run restarts nothing. A slot that an operator took down stays
-        # down, whatever it died of. A failure that no restart can fix ends the run. A member of a cohort only waits for
-        # the others: its death was wanted. Of what is left, an exit that nobody asked for is a failure, unless the role
-        # had finished.
+        # down, whatever it died of. A failure that no restart can fix ends the run. A member of a group only waits for
+        # the others: its exit was requested. Any other exit that was not
+        # requested is a failure, unless the role had finished.
         #
         # `exited` marks the slot as no longer live while this is decided, for the loops below that look at all slots;
         # entering the next state clears it.
@@ -301,24 +301,24 @@ class Supervisor:
         if self._placer is not None:
             self._placer.release(s.name)
             self._retry_placement()
-        asked = s.restart_asked or s.drained or s.retired or s.cohort is not None or self._ending is not None
+        asked = s.restart_asked or s.drained or s.retired or s.restart_group is not None or self._ending is not None
         finished = s.finished or (not diagnosis.failed and not asked)
         over = finished and (s.spec.significant or s.spec.restart != "permanent")
         self._emit("slot_exited", s, finished=finished, diagnosis=msgspec.to_builtins(diagnosis))
         if self._ending is not None:
             self._end(s, failed=diagnosis.failed and not s.finished)
             if s.role.rules.gang and diagnosis.failed:
-                self._kill_all(s.role.slots, f"{s.name} has failed, and its gang cannot go on without it")
+                self._kill_all(s.role.slots, f"{s.name} has failed, and its gang cannot continue without it")
         elif s.retired or s.drained:
             self._end_by_request(s)
         elif diagnosis.final and not s.finished:
             self._end_run(s, diagnosis)
-        elif s.cohort is not None and (s.role.rules.gang or not over):
+        elif s.restart_group is not None and (s.role.rules.gang or not over):
             # Seen later but ended earlier: a peer may notice a death before we do.
-            if s.cohort.failed and s.role.as_one and s.window.amend(diagnosis):
-                s.cohort.cause = f"{s.name}: {diagnosis.cause}"
+            if s.restart_group.failed and s.role.as_one and s.window.amend(diagnosis):
+                s.restart_group.cause = f"{s.name}: {diagnosis.cause}"
             self._enter(s, "backoff", None)
-            self._release(s.cohort)
+            self._release(s.restart_group)
         elif s.restart_asked and not s.finished:
             self._restart_together([s], 0.0, "restart requested")
         elif not counted and s.spec.restart != "temporary":
@@ -411,9 +411,9 @@ class Supervisor:
         """End the run: another start would fail in the same way."""
         self._end(s, failed=True)
         what = "cannot go on" if s.was_ready else "cannot start"
-        # Exit code 2 says that nothing was done yet.
-        begun = s.was_ready or any(o.was_ready for o in self._tree if o.spec.significant)
-        self._fail(s, diagnosis, 2 if diagnosis.kind == "config" and not begun else 1, what)
+        # Exit code 2: the run ended before it did any work.
+        worked = s.was_ready or any(o.was_ready for o in self._tree if o.spec.significant)
+        self._fail(s, diagnosis, 2 if diagnosis.kind == "config" and not worked else 1, what)
 
     def _fail(self, s: Slot, diagnosis: Diagnosis, exit_code: int, what: str) -> None:
         """End the run because of one slot; name the earliest failure that is still remembered anywhere with it."""
@@ -434,7 +434,7 @@ class Supervisor:
         most_s = max((s.spec.longest_stop_s for s in self._tree if s.live), default=0.0)
         self._out.append(Emit("run_draining", {**fields, "slot_most_s": most_s}))
         for s in self._tree:
-            s.cohort = None
+            s.restart_group = None
             if s.state in ("pending", "backoff"):
                 self._enter(s, "ended", None)
 
@@ -568,16 +568,16 @@ class Supervisor:
         hard: kill them, because what they do together cannot be finished.
         failed: one of them has failed, and that was counted.
         """
-        # A member may be part of an older cohort, as when a second rank fails while its gang is being brought down: it
-        # moves to the new one. What remains of the old cohort may now be complete, so it is released as well; a cohort
+        # A member may be part of an older group, as when a second rank fails while its gang is being brought down: it
+        # moves to the new one. What remains of the old group may now be complete, so it is released as well; a group
         # whose members have all moved releases nothing.
         members = list(members)
-        cohort = Cohort(members, wait_s, cause, failed=failed)
-        before = {id(s.cohort): s.cohort for s in members if s.cohort is not None}
+        group = RestartGroup(members, wait_s, cause, failed=failed)
+        before = {id(s.restart_group): s.restart_group for s in members if s.restart_group is not None}
         for s in members:
-            if s.cohort is not None:
-                s.cohort.members.remove(s)
-            s.cohort = cohort
+            if s.restart_group is not None:
+                s.restart_group.members.remove(s)
+            s.restart_group = group
         for s in reversed(members):
             if not s.live:
                 self._enter(s, "backoff", None)
@@ -585,27 +585,27 @@ class Supervisor:
                 self._kill_all([s], f"starts again with others: {cause}")
             elif not s.lost and s.state in ("requested", "starting", "ready"):
                 self._stop(s)
-        for left in [*before.values(), cohort]:
+        for left in [*before.values(), group]:
             self._release(left)
 
-    def _release(self, cohort: Cohort) -> None:
-        """Begin the back-off of a cohort once all of it has exited."""
-        if cohort.missing or cohort.released:
+    def _release(self, group: RestartGroup) -> None:
+        """Begin the back-off of a group once all of it has exited."""
+        if group.missing or group.released:
             return
-        cohort.released = True
-        for s in cohort.members:
+        group.released = True
+        for s in group.members:
             s.restarts += 1
-            self._emit("slot_restarting", s, wait_s=round(cohort.wait_s, 3), restarts=s.restarts, cause=cohort.cause)
-            self._enter(s, "backoff", cohort.wait_s)
+            self._emit("slot_restarting", s, wait_s=round(group.wait_s, 3), restarts=s.restarts, cause=group.cause)
+            self._enter(s, "backoff", group.wait_s)
 
-    def _leave_cohort(self, s: Slot) -> None:
-        cohort, s.cohort = s.cohort, None
-        if cohort is not None:
-            cohort.members.remove(s)
-            self._release(cohort)
+    def _leave_restart_group(self, s: Slot) -> None:
+        group, s.restart_group = s.restart_group, None
+        if group is not None:
+            group.members.remove(s)
+            self._release(group)
 
     def _end(self, s: Slot, *, failed: bool) -> None:
-        self._leave_cohort(s)
+        self._leave_restart_group(s)
         s.failed = failed
         self._enter(s, "ended", None)
 
@@ -662,7 +662,7 @@ class Supervisor:
         s.retired = s.drained = False
         if s.live:
             s.restart_asked = True
-        elif s.state in ("backoff", "ended") and (s.cohort is None or s.cohort.released):
+        elif s.state in ("backoff", "ended") and (s.restart_group is None or s.restart_group.released):
             if s.given_up:
                 s.window.clear()
             s.failed = s.given_up = False
@@ -713,7 +713,7 @@ class Supervisor:
                 self._take_down(slot)
 
     def _take_down(self, s: Slot) -> None:
-        self._leave_cohort(s)
+        self._leave_restart_group(s)
         if not s.live:
             self._end_by_request(s)
         elif s.state in ("requested", "starting", "ready"):
@@ -747,7 +747,7 @@ class Supervisor:
         self._out.append(Emit("node_draining", {"node": name, "slots": [s.name for s in slots]}))
         for s in slots:
             if s.role.rules.gang:
-                if s.cohort is None and not s.drained:
+                if s.restart_group is None and not s.drained:
                     self._restart_together(s.role.slots, 0.0, f"node {name} is being drained")
             elif s.state in ("requested", "starting", "ready"):
                 s.restart_asked = True

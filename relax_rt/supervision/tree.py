@@ -178,8 +178,8 @@ class Slot:
         self.exited = False
         """Its process is gone, and what comes next is being decided."""
         self.lost = False
-        """It was lost with its node, and its exit is about to be handled: there is nobody to send orders to."""
-        self.cohort: Cohort | None = None
+        """It was lost with its node, and its exit is about to be handled: no executor takes orders for it."""
+        self.restart_group: RestartGroup | None = None
         self.hung_in: State = "ready"
         self.kill_reason: tuple[Literal["killed", "hang"], str] = ("killed", "")
         self.last: Diagnosis | None = None
@@ -205,7 +205,7 @@ class Slot:
         self.epoch = 0
         self.finished = self.restart_asked = self.failed = False
         self.drained = self.given_up = self.gated = self.without_room = False
-        self.cohort = None
+        self.restart_group = None
 
     def status(self, now: float) -> SlotStatus:
         """Return what the supervisor knows of it; its agent adds what it knows of the process."""
@@ -231,10 +231,10 @@ class Slot:
         )
 
 
-class Cohort:
+class RestartGroup:
     """Slots that are brought down to be restarted together: none starts before all have exited.
 
-    One slot that failed on its own is a cohort of one.
+    One slot that failed on its own is a group of one.
 
     Attributes:
         wait_s: the one back-off of all of them, from the moment at which the last has exited.
@@ -338,7 +338,7 @@ class RoleNode:
 
     def blocked_by(self, slot: Slot) -> str:
         """Return what a slot that should run waits for, in words; empty when it waits for nothing."""
-        if slot.state == "backoff" and slot.cohort is not None and (waits := slot.cohort.missing):
+        if slot.state == "backoff" and slot.restart_group is not None and (waits := slot.restart_group.missing):
             return f"waits until {_listed(waits)} {'has' if len(waits) == 1 else 'have'} exited"
         if slot.state == "pending" and slot.gated and (waits := self._tree.not_ready_below(self.tier)):
             return f"waits until {_listed(waits)} {'is' if len(waits) == 1 else 'are'} ready"

@@ -25,7 +25,7 @@ class SampledTable(Table):
 
 
 class EvaluationSet(SampledTable):
-    """A further held-out set. Exactly one of `task` and `path` is given; items that are trained on are left out."""
+    """A further held-out set. Exactly one of `task` and `path` is given; items that are trained on are excluded."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")]
     """Its name in records and the summary."""

@@ -15,11 +15,11 @@ from relax_rt.roles.rollout.router.core import Deliver
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 
 Spell = Callable[[Sequence[int]], str]
-"""Text of token ids, special tokens written out."""
+"""Returns the text of token ids, special tokens written out."""
 UNFINISHED = "�"
-"""What a decoder writes for bytes that are no whole character yet."""
+"""What a decoder writes for bytes that are no complete character yet."""
 PIECE = 1024
-"""Tokens that are spelled together where a place in a long text is looked for."""
+"""Tokens spelled together in the search for a position in a long text."""
 MARKUP = (
     "<think>",
     "</think>",
@@ -30,17 +30,17 @@ MARKUP = (
     "<|",
     "<｜",
 )
-"""Beginnings of thoughts, tool calls and special tokens, as the common families of models write them: what follows is
-not shown before it has been taken apart."""
+"""Beginnings of reasoning, tool calls and special tokens in the common families of models: the text behind one is not
+streamed before it has been parsed."""
 
 
 @dataclass(eq=False)
 class SampledTokens:
-    """What has been sampled of an answer so far.
+    """The tokens of an answer that have been sampled so far.
 
     Attributes:
         versions: over positions in `tokens`, and of tokens behind them that do not count.
-        rows: routing rows of `tokens`, where they are wanted; prompt_rows: those of the prompt.
+        rows: routing rows of `tokens`, if requested; prompt_rows: those of the prompt.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -50,18 +50,18 @@ class SampledTokens:
     prompt_rows: bytes = b""
 
     def add(self, piece: Deliver, count: int) -> None:
-        """The next piece, of which so many tokens count."""
+        """Append the first `count` tokens of a piece."""
         width = len(piece.routing) // max(1, len(piece.tokens))
         self.tokens += piece.tokens[:count]
         self.logprobs += piece.logprobs[:count]
         for span in piece.versions:
             extend_spans(self.versions, span)
         self.rows += piece.routing[: count * width]
-        # Each engine that has a part in it tells them; as in an Outcome, those of the last one hold.
+        # Each engine that generated a part returns them; as in an Outcome, the last ones hold.
         self.prompt_rows = piece.prompt_routing or self.prompt_rows
 
     def until(self, count: int, finish: str) -> SampledCompletion:
-        """Its first tokens, as they are recorded."""
+        """Return the first `count` tokens in the form of the ledger."""
         width = len(self.rows) // max(1, len(self.tokens))
         spans = (msgspec.structs.replace(s, end=min(s.end, count)) for s in self.versions if s.start < count)
         return SampledCompletion(
@@ -80,14 +80,13 @@ class AnswerReader:
     Args:
         spell: decodes tokens.
         stops: texts that end the completion.
-        ends: token ids that do; they have no text.
-        held: nothing is to be shown before the end: the prompt has opened a thought.
-        calls: tools were offered: text that begins as JSON may be a call, as some families write them.
-        logprobs: keep text and log-probability of each token.
+        ends: token ids that end it; they have no text.
+        held: show nothing before the end, because the prompt has opened the model's reasoning.
+        calls: tools were offered, so that text that begins as JSON may be a call.
+        logprobs: record text and log-probability of each token.
 
     Attributes:
-        kept: tokens up to the boundary behind which the completion ends.
-        text: theirs; a stop string is part of it.
+        text: what was read; a stop string is part of it.
         stop: the stop string that ended it.
     """
 
@@ -106,19 +105,14 @@ class AnswerReader:
         self._held, self._calls, self._logprobs = held, calls, logprobs
         self._ids: list[int] = []
         self._from = self._read = 0
-        """The text up to _read is known; decoding begins at _from, because a token's text depends on those before."""
+        """The text up to _read is known; decoding starts at _from, because a token's text depends on those before."""
         self._ahead = 0
-        """Characters behind _read that are known, too: an unfinished one follows them."""
+        """Known characters behind _read; an unfinished one follows them."""
         self._shown = 0
-        self._marked = -1
+        self._marker = -1
         self.tokens: list[TokenLogprob] = []
         self.text = ""
         self.stop: str | None = None
-
-    @property
-    def kept(self) -> int:
-        """Number of tokens up to the boundary behind which the completion ends."""
-        return len(self._ids)
 
     @property
     def visible(self) -> str:
@@ -126,14 +120,14 @@ class AnswerReader:
         return self.text if self.stop is None else self.text[: self.text.find(self.stop)]
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> int:
-        """More tokens; says how many of them count. Fewer than all: a stop string ended the completion."""
+        """Read more tokens; return how many count. Fewer than all: a stop string ended the completion."""
         assert self.stop is None
         before = len(self._ids), self._from, self._read, len(self.text), self._ahead
         self._append(tokens)
         count = len(tokens)
         unread = self._read < len(self._ids)
         if self._stops and count > 1 and (unread or self._find(before[3]) is not None):
-            # Which token completes one? Once more, one by one; also where half a character hides what is before it.
+            # Read again, one by one, to find the token that completes a stop string; also if half a character hides it.
             del self._ids[before[0] :]
             self._from, self._read, self.text, self._ahead = before[1], before[2], self.text[: before[3]], before[4]
             for count, token in enumerate(tokens, 1):  # noqa: B007
@@ -149,25 +143,31 @@ class AnswerReader:
         return count
 
     def finish(self) -> None:
-        """No more tokens come: what has not become a whole character is text as it is."""
+        """Read the end: bytes that are no complete character are text as they are."""
         if self.stop is None:
             self.text += self._unread()[self._ahead :]
             self._from = self._read = len(self._ids)
             self._ahead = 0
 
     def show(self) -> str:
-        """Text since the last time that will not be taken back: what may begin a stop string or a mark is held, and
-        so is white space at the end, which parsers cut."""
+        """Return new text that is final. What may begin a stop string or a marker is held back, and so is white space
+        at the end, which parsers strip."""
         if self._held or (self._calls and self.text.lstrip()[:1] in ("{", "[")):
             return ""
-        end = self._until()
-        new = self.text[self._shown : end]
-        self._shown = max(self._shown, end)
-        return new
+        text = self.visible
+        if self._marker < 0:
+            starts = [at for mark in MARKUP if (at := text.find(mark, max(0, self._shown - 32))) >= 0]
+            self._marker = min(starts, default=-1)
+        if self._marker >= 0:
+            text = text[: self._marker]
+        elif self.stop is None:
+            text = text[: len(text) - _partial_word(text, (*self._stops, *MARKUP))]
+        start, self._shown = self._shown, max(self._shown, len(text.rstrip()))
+        return self.text[start : self._shown]
 
     @property
     def shown(self) -> str:
-        """All that `show` has given."""
+        """All text that `show` has returned."""
         return self.text[: self._shown]
 
     # --- inside
@@ -183,32 +183,21 @@ class AnswerReader:
             self._ahead = max(self._ahead, len(whole))
 
     def _unread(self) -> str:
-        """The text behind _read."""
+        """Return the text behind _read."""
         ids = [token for token in self._ids[self._from :] if token not in self._ends]
         known = [token for token in self._ids[self._from : self._read] if token not in self._ends]
         return self._spell(ids)[len(self._spell(known)) :]
 
     def _find(self, since: int) -> str | None:
-        """The stop string that begins first, of those that end in the text behind `since`."""
+        """Return the stop string that begins first, of those that end in the text behind `since`."""
         begin = max(0, since - self._longest + 1)
         found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, begin)) >= 0]
         return min(found)[1] if found else None
 
-    def _until(self) -> int:
-        text = self.visible
-        if self._marked < 0:
-            starts = [at for mark in MARKUP if (at := text.find(mark, max(0, self._shown - 32))) >= 0]
-            self._marked = min(starts, default=-1)
-        if self._marked >= 0:
-            text = text[: self._marked]
-        elif self.stop is None:
-            text = text[: len(text) - _begun(text, (*self._stops, *MARKUP))]
-        return max(self._shown, len(text.rstrip()))
-
 
 def tokens_before(tokens: Sequence[int], end: int, spell: Spell) -> int:
-    """How many tokens it takes to say the first `end` characters, about: a character that is cut by a piece of
-    PIECE tokens is taken for those that its halves are spelled as."""
+    """Return how many tokens the first `end` characters take, approximately: a character that is cut by a piece of
+    PIECE tokens counts as those that its halves are spelled as."""
     at = 0
     for begin in range(0, len(tokens), PIECE):
         piece = tokens[begin : begin + PIECE]
@@ -218,8 +207,8 @@ def tokens_before(tokens: Sequence[int], end: int, spell: Spell) -> int:
     return len(tokens)
 
 
-def _begun(text: str, words: Sequence[str]) -> int:
-    """Length of the longest end of the text that is the beginning of one of these words."""
+def _partial_word(text: str, words: Sequence[str]) -> int:
+    """Return the length of the longest end of the text that is the beginning of one of these words."""
     longest = 0
     for word in words:
         for length in range(min(len(word) - 1, len(text)), longest, -1):

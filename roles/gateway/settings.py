@@ -19,62 +19,61 @@ class GatewaySettings(RoleSettings):
     """The policy as an HTTP endpoint, for programs that speak OpenAI's or Anthropic's API (docs/guides/gateway.md)."""
 
     host: str = LOOPBACK
-    """Address to listen at; "node": the one by which the other nodes of the run reach its node. Others than this
-    machine's own reach the model with the run's token alone, unencrypted."""
+    """Address to listen on; "node": the address by which the other nodes of the run reach its node. Clients on other
+    machines are authenticated by the run's token, unencrypted."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 0
-    """0: any free port; `relax-rt ps`, the event log and gateway-0.json in the run's folder name it."""
+    """Port; 0: any free port, which `relax-rt ps`, the event log and gateway-0.json in the run's folder name."""
     models: Annotated[list[str], Field(min_length=1)] = Field(default=["policy"])
     """Model names that calls may use; "*" accepts any name, for programs whose name cannot be set."""
     temperature: Literal["refuse", "override"] = "refuse"
-    """An episode's call with another temperature than sampling.temperature: refuse it, or sample with the run's. Calls
-    with the run's token, which are not trained on, have the one they ask for."""
+    """What to do with an episode's call with another temperature than sampling.temperature: refuse it, or sample with
+    the run's. Calls with the run's token, which are not trained on, use the temperature they request."""
     unsupported: Literal["refuse", "ignore"] = "refuse"
-    """What cannot be done here (top_p, penalties, a forced tool or format: they would change what is trained on; and
-    top_logprobs): refuse the call, or leave it out and say so in the answer's head `x-relax-ignored`."""
+    """What to do with options that cannot be served (top_p, penalties, a forced tool or format, which would change what
+    is trained on; and top_logprobs): refuse the call, or ignore them and name them in the header `x-relax-ignored`."""
     max_new_tokens: Annotated[int, Field(ge=1, le=131_072)] | None = None
-    """Tokens of one answer; unset: sampling.max_new_tokens."""
+    """Maximum tokens of one answer; unset: sampling.max_new_tokens."""
     lag: Annotated[int, Field(ge=0, le=1024)] | None = None
-    """Publications that an engine may be behind the committed weights; unset: 1, or 0 where max_staleness is 0."""
+    """Publications that an engine may be behind the committed weights; unset: 1, or 0 if max_staleness is 0."""
     sessions: Annotated[int, Field(ge=1, le=1 << 20)] = 4096
-    """Episodes open at the same time."""
+    """Maximum number of open episodes."""
     session_tokens: Annotated[int, Field(ge=16, le=1 << 22)] = 32_768
-    """Tokens of one episode, all its branches, where who opens it says nothing."""
+    """Maximum tokens of one episode, all branches together, unless its opener sets another limit."""
     session_media_kib: Annotated[int, Field(ge=1, le=16_384)] = 1024
     """Images of one episode, encoded, each counted once; for models that see."""
     session_idle_s: Seconds = 900.0
-    """A session that a caller with the run's token has named, or that has no owner, is forgotten after so long without
-    a call."""
+    """Time without a call after which a session without an owner, or of a client with the run's token, is forgotten."""
     drift: Literal["realign", "fork", "drop"] = "fork"
-    """When a caller changes the history, the sampled tokens become a branch of their own (fork), are replaced by the
+    """When a client changes the history, the sampled tokens become a branch of their own (fork), are replaced by the
     changed history (realign), or are not trained on (drop)."""
     reasoning: Literal["keep_reasoning", "strip"] = "keep_reasoning"
-    """Reasoning that a caller leaves out of the history: keep_reasoning continues after the sampled tokens, strip
-    makes each turn a branch."""
+    """Reasoning that a client omits from the history: keep_reasoning continues after the sampled tokens, strip makes
+    each turn a branch."""
     tool_parser: str = "auto"
-    """How tool calls are written; auto: by the chat template."""
+    """Format of tool calls; auto: by the chat template."""
     reasoning_parser: str = "auto"
-    """How thoughts are marked; auto: by the chat template."""
+    """Format of reasoning; auto: by the chat template."""
     chat_template: Filled | None = None
-    """A file with a chat template in place of the model's; relative to the config file."""
+    """File with a chat template that replaces the model's; relative to the config file."""
     call_timeout_s: Seconds = 600.0
-    """From a call's turn to its end."""
+    """Deadline of a call, from its admission."""
     wait_s: Seconds = 300.0
-    """For its turn; then it is answered with 429."""
+    """Deadline for the admission of a call; then it is answered with 429."""
     waiting: Annotated[int, Field(ge=0, le=1 << 20)] = 4096
-    """Calls that may wait for their turn."""
+    """Maximum number of calls that wait for admission."""
     at_work: Annotated[int, Field(ge=1, le=8192)] = 4096
-    """Sequences that the engines are given at the same time, at most; below that it follows their load. A call with
-    n = 8 has eight."""
+    """Maximum number of sequences that the engines generate for the gateway at a time; below it the number follows
+    their load. A call with n = 8 counts as eight."""
     connections: Annotated[int, Field(ge=1, le=1 << 17)] = 4096
-    """Open at the same time."""
+    """Maximum number of open connections."""
     body_mib: Annotated[int, Field(ge=1, le=1024)] = 16
-    """Of one request."""
+    """Maximum size of one request."""
     held_mib: Annotated[int, Field(ge=1, le=1 << 17)] = 256
-    """Requests of all calls at hand together."""
+    """Maximum size of the requests of all calls in progress together."""
     read_timeout_s: Seconds = 30.0
-    """For a request's head, and for its body."""
+    """Deadline for a request's head, and for its body."""
     send_timeout_s: Seconds = 60.0
-    """A caller who takes nothing of his answer for so long loses it."""
+    """Time without reading after which a client loses its answer."""
 
 
 PACKAGES = ("starlette", "uvicorn")
@@ -82,7 +81,7 @@ PATH = ("roles", "gateway")
 
 
 def check_gateway(config: RunConfig) -> Iterator[Problem]:
-    """Settings that contradict each other, and packages that are not there (another interpreter's are its affair)."""
+    """Find settings that contradict each other and missing packages (those of another interpreter are not checked)."""
     table = config.roles.get("gateway")
     if not isinstance(table, GatewaySettings) or not table.count:
         return

@@ -27,7 +27,7 @@ def finish(run_dir: Path, config: RLConfig) -> dict[str, Any]:
 
 
 def report(run_dir: Path, *, name: str = "", target: int | None = None, bound: float | None = None) -> dict[str, Any]:
-    """As `finish`, for a run whose config is not at hand.
+    """Write summary.json and the plots of a run without its config.
 
     Args:
         name: the run's name, in the summary and over the plots.

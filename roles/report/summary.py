@@ -17,12 +17,12 @@ from relax_rt.roles.report.history import ColdStartLosses, Evaluation, History, 
 from relax_rt.transport.queue.ledger.accounting import is_state
 from relax_rt.transport.queue.ledger.messages import Loss, describe_loss
 
-ENDS = 10
+FIRST_AND_LAST = 10
 LABEL = 19
 LOSSES, CAUSE = 5, 78
 """Number of printed causes of losses, and of characters of each cause."""
 FILTERED, RULE = "dropped(filter)", "filtered("
-"""In the queue's account: samples that filters left out, and the same ones by rule."""
+"""In the queue's account: samples that filters dropped, and the same ones by rule."""
 
 
 def summarise(history: History, *, run_dir: Path, target: int | None, bound: float | None) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def summarise(history: History, *, run_dir: Path, target: int | None, bound: flo
     """
     steps = history.steps
     rewards = [step.reward for step in steps if step.reward == step.reward]
-    ends = min(ENDS, len(rewards) // 2) or len(rewards[:1])
+    ends = min(FIRST_AND_LAST, len(rewards) // 2) or len(rewards[:1])
     return {
         "steps": {
             "done": steps[-1].step if steps else 0,
@@ -187,7 +187,7 @@ def _held_out_lines(held_out: dict[str, Any]) -> list[str]:
     if before is None:
         lines = [f"{_accuracy(last)} at step {last['step']}"]
     else:
-        at = "" if after else f" at step {last['step']} (the run did not come to its last evaluation)"
+        at = "" if after else f" at step {last['step']} (the run ended before its last evaluation)"
         # Without a last evaluation of all items the newest may be of some of them.
         of = "" if before["items"] == last["items"] else f" on {count(before['items'])} items"
         lines = [f"{number(before['exact'], '.3f')}{of} -> {_accuracy(last)}{at}"]
@@ -272,7 +272,7 @@ def _staleness_line(staleness: dict[str, Any]) -> str:
     line = f"mean {number(staleness['mean'], '.2f')}, max {staleness['max']}"
     if staleness["bound"] is None:
         return f"{line}, no bound"
-    return f"{line}, bound {number(staleness['bound'])}" + ("" if staleness["held"] else ": BROKEN")
+    return f"{line}, bound {number(staleness['bound'])}" + ("" if staleness["held"] else ": VIOLATED")
 
 
 def _restart_lines(summary: dict[str, Any]) -> list[str]:
@@ -302,9 +302,9 @@ def _queue_lines(summary: dict[str, Any]) -> list[str]:
 
 
 def _with_rules(name: str, account: dict[str, Any]) -> str:
-    """What filters left out is counted as a whole and by rule: the rules stand within the whole."""
+    """Name a state; samples that filters dropped are counted as a whole and by rule."""
     if name == "lost":
-        return "lost with the memory they were in, their prompts given out again"
+        return "lost with their memory, their prompts sampled again"
     if name != FILTERED:
         return name
     rules = {key[len(RULE) : -1]: n for key, n in account.items() if key.startswith(RULE) and n}

@@ -11,10 +11,10 @@ import msgspec
 
 from relax_rt.observe.metrics import METRICS, Tail
 
-MOST = 256
+MAX_NUMBERS = 256
 """Numbers of one record; a reward function may have many components."""
 NAME_CHARACTERS = 200
-LEFT_OUT = frozenset(
+NOT_METRICS = frozenset(
     {
         "t",
         "m",
@@ -33,11 +33,11 @@ LEFT_OUT = frozenset(
     }
 )
 """Identity and evidence, not measurements; `samples` is a list of names in some records."""
-SPREAD = frozenset({"staleness"})
-"""Lists of numbers of which mean and maximum are told."""
+LISTS = frozenset({"staleness"})
+"""Lists of numbers of which mean and maximum are written."""
 POSITION_FILE = "relax-position.json"
 READ_BYTES, LINE_BYTES = 1 << 20, 16 << 20
-"""Of one turn, and of one record: what is held in memory."""
+"""Bytes held in memory: of one poll, and of one record."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class Point(msgspec.Struct, frozen=True):
     Attributes:
         step: optimizer step that they belong to. t: wall-clock time, s since 1970.
         values: by name, `train/reward_mean`; all finite.
-        redone: the trainer went back: earlier points of this step and later ones no longer count.
+        redone: the trainer rolled back: earlier points of this step and later ones no longer count.
     """
 
     step: int
@@ -59,13 +59,13 @@ class Scalars:
     """Turns metrics records into named numbers at a step.
 
     Args:
-        step: of the last step that was told before.
+        step: the last step that was written before.
     """
 
     def __init__(self, step: int = 0) -> None:
         self.step = step
 
-    def take(self, record: Mapping[str, Any]) -> Point | None:
+    def convert(self, record: Mapping[str, Any]) -> Point | None:
         """Return the numbers of one record; None if it has none."""
         kind, own = str(record.get("kind", "")), record.get("step")
         prefix, redone = _prefix(kind, record), False
@@ -75,7 +75,7 @@ class Scalars:
         if kind == "step":
             redone = step <= self.step
             self.step = step
-        values = dict(_first(_numbers(prefix, record), MOST))
+        values = dict(_first(_numbers(prefix, record), MAX_NUMBERS))
         t = record.get("t")
         if not values:
             return None
@@ -102,11 +102,11 @@ def _first(pairs: Iterator[tuple[str, float]], most: int) -> Iterator[tuple[str,
 def _numbers(prefix: str, record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in record.items():
         name = f"{prefix}/{key}"[:NAME_CHARACTERS]
-        if key in LEFT_OUT:
+        if key in NOT_METRICS:
             continue
         if isinstance(value, Mapping):
             yield from _numbers(name, value)
-        elif key in SPREAD and isinstance(value, list):
+        elif key in LISTS and isinstance(value, list):
             found = [float(one) for one in value if isinstance(one, int | float) and math.isfinite(one)]
             if found:
                 yield f"{name}_mean", math.fsum(one / len(found) for one in found)
@@ -143,10 +143,10 @@ class Feed:
 
     def __init__(self, run_dir: Path, folder: Path, sink: Sink) -> None:
         self.sink, self._path = sink, folder / POSITION_FILE
-        mark = read_position(self._path)
-        self._tail = Tail(run_dir / METRICS, start=mark.bytes, read_bytes=READ_BYTES, line_bytes=LINE_BYTES)
-        self._scalars = Scalars(mark.step)
-        self._marked = mark
+        position = read_position(self._path)
+        self._tail = Tail(run_dir / METRICS, start=position.bytes, read_bytes=READ_BYTES, line_bytes=LINE_BYTES)
+        self._scalars = Scalars(position.step)
+        self._written = position
 
     @property
     def skipped(self) -> int:
@@ -157,19 +157,19 @@ class Feed:
         """Write some of the new records; return the bytes handled, 0 if there are none.
 
         Raises:
-            Exception: whatever the sink, or writing the mark, raises.
+            Exception: whatever the sink, or writing the position, raises.
         """
-        points = [point for record in self._tail.poll() if (point := self._scalars.take(record)) is not None]
+        points = [point for record in self._tail.poll() if (point := self._scalars.convert(record)) is not None]
         if points:
             self.sink.write(points)
-        mark = FeedPosition(self._tail.position, self._scalars.step)
-        done = mark.bytes - self._marked.bytes
-        if mark != self._marked:
+        position = FeedPosition(self._tail.position, self._scalars.step)
+        done = position.bytes - self._written.bytes
+        if position != self._written:
             # A crash between the sink's write and this one writes the same points twice.
             fresh = self._path.with_name(f".{POSITION_FILE}")
-            fresh.write_bytes(msgspec.json.encode(mark))
+            fresh.write_bytes(msgspec.json.encode(position))
             fresh.replace(self._path)
-            self._marked = mark
+            self._written = position
         return abs(done)
 
     def close(self) -> None:

@@ -60,11 +60,11 @@ class TensorBoardSink:
 class WandbSink:
     """An offline run: a folder in `folder` for `wandb sync`. Nothing is sent.
 
-    Points of steps that were done again stand beside those of before: W&B takes nothing back.
+    Points of steps that were done again are added to the earlier ones: W&B cannot remove any.
 
     Args:
-        folder: has to be called wandb, as W&B names it. run_id: of the run; a resumed run goes on under it.
-        config: told to W&B.
+        folder: must be called wandb, as W&B names it. run_id: of the run; a resumed run keeps it.
+        config: stored by W&B.
 
     Raises:
         RelaxError: wandb is not installed. Whatever wandb raises when it cannot start.

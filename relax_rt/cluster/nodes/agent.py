@@ -339,7 +339,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_member(paths: RunPaths, keeper_pid: int) -> int:
-    """Run the membership that lies in the private directory, until it ends."""
+    """Run the membership recorded in the private directory, until it ends."""
     record = read_record(paths)
     try:
         config = read_resolved(paths.run_dir / RESOLVED_CONFIG)

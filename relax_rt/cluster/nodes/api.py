@@ -22,10 +22,10 @@ MAX_ITEMS = 500
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node says about itself when it joins.
+    """A node's description of itself when it joins.
 
     Attributes:
-        name: its wish for a name.
+        name: the name that it asks for.
         host: address at which other nodes reach its roles.
         machine: the host name, for display.
         cores, memory_mib, gpus: what it offers.
@@ -126,7 +126,7 @@ class SlotAddress(NodeMessage, frozen=True):
 
 
 class RendezvousBound(NodeMessage, frozen=True):
-    """The socket of a rendezvous; an empty host means that none was bound, and `error` says why."""
+    """The socket of a rendezvous; an empty host: none was bound, for the reason in `error`."""
 
     slot: str
     generation: int
@@ -142,7 +142,7 @@ class EventLine(NodeMessage, frozen=True):
 
 
 class AgentStarted(NodeMessage, frozen=True):
-    """The node's agent has started: its pid, and where the node's logs and events lie."""
+    """The node's agent has started: its pid, and the folder of the node's logs and events."""
 
     pid: int
     run_dir: str

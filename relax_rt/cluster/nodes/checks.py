@@ -18,11 +18,7 @@ from relax_rt.transport.rpc.errors import RelaxError
 
 
 def check_nodes(config: RunConfig, plans: Sequence[RolePlan]) -> None:
-    """Refuse what can never be placed.
-
-    Raises:
-        RelaxError: which setting asks for it.
-    """
+    """Refuse what can never be placed. Raises RelaxError: which setting asks for it."""
     if listen := config.supervision.nodes.listen:
         check_listen(listen)
     for problem in node_problems(config, {plan.kind: plan.settings for plan in plans}):
@@ -38,7 +34,7 @@ def node_problems(config: RunConfig, tables: Mapping[str, RoleSettings]) -> Iter
     listen = config.supervision.nodes.listen
     if listen and config.queue.durability == "disk" and "queue" in tables:
         message = (
-            'queue.durability = "disk" with supervision.nodes.listen: payloads of other nodes lie in their memory, and '
+            'queue.durability = "disk" with supervision.nodes.listen: payloads of other nodes are in their memory, and '
             "would not outlive them"
         )
         yield Problem(("queue", "durability"), message, "leave one of the two out")

@@ -124,7 +124,7 @@ class NodeFleet:
         self._local, self._agent, self.emit = local, agent, emit
 
     async def open(self, kinds: Sequence[str]) -> str:
-        """Listen for nodes, which are told of these kinds of role; return the address, empty in a run of one node.
+        """Listen for nodes, which get these kinds of role; return the address, empty in a run of one node.
 
         Where any port will do, use the one before: nodes that knew the head before it died find it there.
 
@@ -244,7 +244,7 @@ class NodeFleet:
                     self._release_if_empty(executor)
 
     def _release_if_empty(self, executor: RemoteExecutor) -> None:
-        """End a node that wants to leave once nothing runs on it."""
+        """End a node that has asked to leave once nothing runs on it."""
         if self.table is not None and not executor.open and self.table.is_leaving(executor.membership):
             self.table.order(executor.node, EndNode(0, "it was asked to leave, and nothing runs on it any more"))
             self.wake()
@@ -399,11 +399,7 @@ class NodeListener:
         self.address = ""
 
     async def open(self, listen: str) -> str:
-        """Listen at an address; returns it with its real port.
-
-        Raises:
-            AddressError: nothing can listen there.
-        """
+        """Listen at an address; returns it with its real port. Raises AddressError: nothing can listen there."""
         self.address = await self._server.listen(listen)
         self._ticking = asyncio.create_task(self._tick())
         return self.address

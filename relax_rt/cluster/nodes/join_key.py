@@ -1,7 +1,7 @@
-"""The CURVE key of a run over several nodes: its holder may join and call every role; nobody else gets an answer.
+"""The CURVE key of a run over several nodes: its holder may join and call every role; others get no answer.
 
 All processes of the run share one key pair. Its text is the secret half, 64 hexadecimal digits, from which the public
-half follows. It lies in the run directory (mode 0600), outlives a restart of the head, and is never sent.
+half follows. It is stored in the run directory (mode 0600), outlives a restart of the head, and is never sent.
 """
 
 from __future__ import annotations
@@ -21,11 +21,8 @@ ENVIRONMENT = "RELAX_JOIN_KEY"
 
 
 def make_key(folder: Path) -> Path:
-    """The key's file in this folder, made if it is not there.
-
-    Raises:
-        Refused: it is there, and others than its owner can read or write it.
-    """
+    """The key's file in this folder, made if it is not there. Raises Refused: it is there, and others than its owner
+    can read or write it."""
     path = folder / FILE
     if not path.exists():
         write_key(path, zmq.utils.z85.decode(CurveKeys.make().secret).hex())
@@ -51,11 +48,8 @@ def write_key(path: Path, text: str) -> None:
 
 
 def read_key(path: Path) -> str:
-    """A key's text.
-
-    Raises:
-        Refused: there is no such file, it holds no key, or others than its owner can read or write it.
-    """
+    """A key's text. Raises Refused: there is no such file, it holds no key, or others than its owner can read or write
+    it."""
     try:
         text = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -67,11 +61,7 @@ def read_key(path: Path) -> str:
 
 
 def curve_keys(text: str, where: str = "the key") -> CurveKeys:
-    """A key in the form of the message layer.
-
-    Raises:
-        Refused: the text is no key.
-    """
+    """A key in the form of the message layer. Raises Refused: the text is no key."""
     try:
         secret = zmq.utils.z85.encode(bytes.fromhex(text.strip()))
         if len(secret) != 40:

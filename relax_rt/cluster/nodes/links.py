@@ -35,7 +35,7 @@ def role_environment(paths: RunPaths, *, run_id: str, node: str, host: str) -> d
     """Variables of every role on a node of a run over several.
 
     Args:
-        paths: the run's directories on this node; the key lies in the private one.
+        paths: the run's directories on this node; the key is in the private one.
         run_id: of the run, that peers greet with; `paths` may have another one, for this node alone.
         node, host: the node's name, and its address for others.
     """
@@ -90,11 +90,7 @@ class AddressResolver:
         self._agent = self._client.bind(WhereApi, timeout_s=RESOLVE_TIMEOUT_S)
 
     async def resolve(self, slot: str) -> str:
-        """The slot's address for this process.
-
-        Raises:
-            Unreachable: it is nowhere at the moment.
-        """
+        """The slot's address for this process. Raises Unreachable: it is nowhere at the moment."""
         address = await self._agent.where(slot)
         if not address:
             raise Unreachable(slot, why="it does not run on any node at the moment", hint="`relax-rt ps` shows why")
@@ -109,7 +105,7 @@ class NodePayloads:
     """A role's payloads on a node that joined: shared memory of its own, served to readers elsewhere, gone with it.
 
     Made when the role starts; served from its first use of the queue on. What earlier incarnations of the slot left
-    here is removed: the queue was told of their end and has dropped what they held.
+    here is removed: their end was reported to the queue, which has dropped what they held.
 
     Args:
         shm_dir: the run's directory in shared memory on this node.
@@ -129,7 +125,7 @@ class NodePayloads:
         self.directory.mkdir(mode=0o700, exist_ok=True)
 
     async def announce(self, queue: QueueApi) -> None:
-        """Serve the payloads and tell the broker where; before any other call of this incarnation."""
+        """Serve the payloads and report the address to the broker; before any other call of this incarnation."""
         async with self._opening:
             if self._server is None:
                 server = PayloadServer(self.directory, keys=self._links.keys, io_threads=1)

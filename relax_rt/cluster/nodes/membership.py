@@ -67,11 +67,7 @@ def write_record(paths: RunPaths, record: JoinRecord) -> None:
 
 
 def read_record(paths: RunPaths) -> JoinRecord:
-    """Read what `write_record` wrote.
-
-    Raises:
-        Corrupt: there is none.
-    """
+    """Read what `write_record` wrote. Raises Corrupt: there is none."""
     return _read(paths.socket_dir / RECORD, JoinRecord)
 
 

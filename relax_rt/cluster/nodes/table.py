@@ -128,11 +128,8 @@ class NodeTable:
         return membership, True
 
     def renew(self, membership: NodeMembership, now: float) -> bool:
-        """Renew a node's lease; True if this is the first call of its agent: from now on it can be given orders.
-
-        Raises:
-            StaleEpoch: it is fenced.
-        """
+        """Renew a node's lease; True if this is the first call of its agent: from now on it can be given orders. Raises
+        StaleEpoch: it is fenced."""
         node = self._present(membership)
         first, node.seen, node.agent_started = not node.agent_started, now, True
         return first
@@ -146,11 +143,8 @@ class NodeTable:
         return True
 
     def orders(self, membership: NodeMembership, since: int, addresses_version: int) -> Orders | None:
-        """The orders and addresses that a node does not have yet; None when there are none.
-
-        Raises:
-            StaleEpoch: it is fenced.
-        """
+        """The orders and addresses that a node does not have yet; None when there are none. Raises StaleEpoch: it is
+        fenced."""
         node = self._present(membership)
         while node.orders and node.confirmed < since:
             node.orders.popleft()
@@ -193,7 +187,7 @@ class NodeTable:
         self.addresses_version += 1
 
     def request_leave(self, membership: NodeMembership, reason: str) -> bool:
-        """A node wants to leave; it stays responsible for what runs on it. False when that was known already."""
+        """Record that a node asks to leave; its slots run on until they are stopped. False when it has asked before."""
         node = self._present(membership)
         if node.state == "leaving":
             return False
@@ -201,7 +195,7 @@ class NodeTable:
         return True
 
     def is_leaving(self, membership: NodeMembership) -> bool:
-        """Whether a node wants to leave and has not left yet."""
+        """Whether a node has asked to leave and has not left yet."""
         node = self._nodes.get(membership.node)
         return node is not None and node.membership == membership and node.state == "leaving"
 
@@ -250,11 +244,7 @@ class NodeTable:
 
 
 def check_name(name: str) -> None:
-    """Refuse what cannot be a node's name.
-
-    Raises:
-        Refused: it has other characters, is too long, or is the head's.
-    """
+    """Refuse what cannot be a node's name. Raises Refused: it has other characters, is too long, or is the head's."""
     if not name or len(name) > 40 or not all(c.isascii() and (c.isalnum() or c in "-_.") for c in name):
         hint = "1 to 40 ASCII letters, digits, '-', '_' or '.'; choose one with --name"
         raise Refused(f"node name {name[:60]!r}", why="it is no name", hint=hint)

@@ -84,11 +84,7 @@ class RegistryService:
         self.core: RegistryCore
 
     async def start(self) -> None:
-        """Read the store.
-
-        Raises:
-            RelaxError: it cannot be read.
-        """
+        """Read the store. Raises RelaxError: it cannot be read."""
         stored = await self._store.open()
         self.core = RegistryCore(stored, self._clock())
         self._event(
@@ -99,11 +95,7 @@ class RegistryService:
         )
 
     async def serve(self) -> NoReturn:
-        """Lapse leases as time passes.
-
-        Raises:
-            RelaxError: the store cannot be written.
-        """
+        """Lapse leases as time passes. Raises RelaxError: the store cannot be written."""
         while True:
             await asyncio.sleep(TICK_S)
             for member in self.core.tick(self._clock()):

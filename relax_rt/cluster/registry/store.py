@@ -90,11 +90,8 @@ class Store:
         self._queued += len(writes)
 
     async def durable(self) -> None:
-        """Wait until everything put so far is on disk. Writes of several callers share one transaction.
-
-        Raises:
-            RelaxError: they could not be written; nothing may be acknowledged any more.
-        """
+        """Wait until everything put so far is on disk. Writes of several callers share one transaction. Raises
+        RelaxError: they could not be written; nothing may be acknowledged any more."""
         target = self._queued
         while self._written < target:
             if self._failure is not None:

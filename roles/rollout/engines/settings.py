@@ -44,7 +44,8 @@ class ColocationTable(Table):
     """Deadline for an engine to interrupt its sequences, with tokens kept, and to release its memory. An engine that
     takes longer is restarted."""
     take_back_s: Seconds = 180.0
-    """To take memory again and to have the newest weights; the same holds."""
+    """Deadline for an engine to take memory again and to load the newest weights. An engine that takes longer is
+    restarted."""
 
 
 class SglangTable(Table):
@@ -54,19 +55,20 @@ class SglangTable(Table):
     """Interpreter that has sglang; relative to the config file. Unset: what RELAX_SGLANG_PYTHON names, else that of the
     nearest `.venv-sglang` in the config's folder or above, else the role's own."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """cpu: for tests and for trying a config out, no faster than embedded. auto: cuda where the machine has a GPU."""
+    """Device of the server; cpu: for tests and for trying a config, no faster than embedded; auto: cuda if the machine
+    has a GPU."""
     arguments: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Further options of `sglang.launch_server`, without the dashes: { "attention-backend" = "fa3" }. They win over
-    ours, save those that the engine rests on."""
+    """Further options of `sglang.launch_server`, without the dashes: { "attention-backend" = "fa3" }. They override
+    the engine's, except those that it depends on, which are refused."""
     deterministic: bool = False
-    """Sample each sequence by its own seed, whatever runs beside it: runs can be repeated, at some cost in speed.
-    Otherwise seeds have no effect."""
+    """Sample each sequence by its own seed, independent of other sequences: runs can be repeated, at some cost in
+    speed. Otherwise seeds have no effect."""
     weights: Literal["file", "tensor", "handles"] = "file"
-    """How new weights reach the server: a safetensors file in shared memory; in the requests themselves; or handles of
-    where they lie, which the server opens: on a GPU a copy in its memory beside the server's own (CUDA IPC)."""
+    """How new weights reach the server: by a safetensors file in shared memory; in the requests themselves; or by
+    handles that the server opens, on a GPU of a copy beside the server's own weights (CUDA IPC)."""
     boot_timeout_s: Seconds = 500.0
-    """From the server's start to its first token. The role's start_timeout_s, unless it is set, is a minute more, or
-    that of [supervision] where it is longer."""
+    """Deadline from the server's start to its first token. The role's start_timeout_s, unless it is set, is a minute
+    more, or that of [supervision] if that is longer."""
     update_timeout_s: Seconds = 120.0
     """Deadline of each step of a weight update; a server that takes longer is restarted."""
     stall_timeout_s: Seconds = 90.0
@@ -104,7 +106,7 @@ class RolloutSettings(EngineSettings):
     count: Annotated[int, Field(ge=1, le=4096)] = 1
     groups_in_flight: Annotated[int, Field(ge=1, le=4096)] = 8
     """Groups that one engine works on at the same time. Sequences that have ended make room for others before their
-    group is complete, so that the longest ones keep no other waiting."""
+    group is complete, so that no group waits for the longest sequences of others."""
     journal_every_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 256
     """Journal the partial completion of a sequence after this many new tokens; when the rollout dies, another one
     resumes from there. 0: only when a rollout stops in order."""
@@ -117,7 +119,7 @@ class RolloutSettings(EngineSettings):
 
 
 def longest_tokens(config: RunConfig) -> int:
-    """Tokens of the longest sample that the config allows."""
+    """Return the tokens of the longest sample that the config allows."""
     prompted = config.table(DataTable).max_prompt_tokens + config.table(SamplingTable).max_new_tokens
     return episode_tokens(config) or prompted
 

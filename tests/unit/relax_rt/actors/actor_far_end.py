@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import msgspec
@@ -190,13 +190,6 @@ async def directory(
         await made.close()
         for one in clients:
             await one.close()
-
-
-async def eventually(condition: Callable[[], Any]) -> None:
-    """Wait for something that the far end does in its own time."""
-    async with asyncio.timeout(120):
-        while not condition():  # noqa: ASYNC110 - the other side has no event to give
-            await asyncio.sleep(0.005)
 
 
 async def fails(awaitable: Awaitable[Any], kind: type[BaseException]) -> Any:

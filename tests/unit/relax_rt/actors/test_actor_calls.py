@@ -7,7 +7,8 @@ import pathlib
 from collections.abc import AsyncIterator
 
 import pytest
-from actor_far_end import Judge, Text, directory, eventually, fails, living
+from actor_far_end import Judge, Text, directory, fails, living
+from waiting import eventually
 
 from relax_rt.actors import Actor
 from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, RemoteError

@@ -9,7 +9,8 @@ import signal
 from collections import Counter
 
 import pytest
-from actor_far_end import Judge, Registry, directory, eventually, fails, living, spawn
+from actor_far_end import Judge, Registry, directory, fails, living, spawn
+from waiting import eventually
 
 from relax_rt.actors import Actor
 from relax_rt.interfaces.registry import Changes

@@ -7,7 +7,8 @@ import gc
 import pathlib
 
 import pytest
-from actor_far_end import Judge, directory, eventually, fails, living
+from actor_far_end import Judge, directory, fails, living
+from waiting import eventually
 
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RemoteError
 from relax_rt.transport.rpc.identity import Incarnation

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import pytest
+from waiting import eventually
 
 from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.hosting.context import HostContext, HostEnvironment, ProgressReporter, derive_seed
-from relax_rt.hosting.host import LiveProbeFailed, live, probe
+from relax_rt.hosting.host import LiveProbeFailed, probe, run_role
 from relax_rt.interfaces.registry import Changes, Member, RegistryApi, Renewed
 from relax_rt.interfaces.role import Role
 from relax_rt.observe.events import read_events
@@ -140,13 +141,6 @@ async def place(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Place
     found.theirs.close()
 
 
-async def until(probe: Callable[[], object]) -> None:
-    end = time.monotonic() + 120
-    while not probe():
-        assert time.monotonic() < end, "waited in vain"
-        await asyncio.sleep(0.01)
-
-
 async def stop(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -160,7 +154,7 @@ async def test_membership_is_announced_and_renewed_and_left(place: Place) -> Non
     await ctx.ready(policy_version=2)
     assert place.registry.renewals[-1] == ("ready", 5, "decoding", 2)
     assert ctx.registry_lease.committed == 3
-    await until(lambda: len(place.registry.renewals) > 3)
+    await eventually(lambda: len(place.registry.renewals) > 3)
     assert place.registry.announced == [Incarnation("rollout/0", 4)]
     await stop(task)
     await ctx.close()
@@ -195,7 +189,7 @@ async def test_others_hear_how_a_role_ended(
     monkeypatch.setattr(Engine, "end", end)
     finished: list[str] = []
     with pytest.raises(type(end)) if end is not None else nullcontext():
-        await live(Engine, place.context(), lambda: finished.append("so it says"))
+        await run_role(Engine, place.context(), lambda: finished.append("so it says"))
     assert place.registry.left == [told]
     assert bool(finished) == (end is None)
 
@@ -208,11 +202,11 @@ async def test_registry_that_is_away_does_not_hurt(place: Place) -> None:
     await ctx.ready()
     assert ReadyMsg() in place.heard(), "the agent hears of it all the same"
     await place.registry_up()
-    await until(lambda: place.registry.renewals)
+    await eventually(lambda: place.registry.renewals)
     await place.registry_down()
     count = len(place.registry.renewals)
     await place.registry_up()
-    await until(lambda: len(place.registry.renewals) > count)
+    await eventually(lambda: len(place.registry.renewals) > count)
     assert not task.done()
     await stop(task)
 
@@ -221,12 +215,12 @@ async def test_registry_that_forgot_is_told_again(place: Place) -> None:
     ctx = place.context()
     assert ctx.registry_lease is not None
     task = asyncio.create_task(ctx.registry_lease.keep())
-    await until(lambda: place.registry.renewals)
+    await eventually(lambda: place.registry.renewals)
     place.registry.error = Refused("no such member")
-    await until(lambda: len(place.registry.announced) > 1)
+    await eventually(lambda: len(place.registry.announced) > 1)
     place.registry.error = None
     count = len(place.registry.renewals)
-    await until(lambda: len(place.registry.renewals) > count)
+    await eventually(lambda: len(place.registry.renewals) > count)
     await stop(task)
 
 
@@ -404,7 +398,7 @@ class HalfSetUp(Role):
 
 async def test_a_teardown_that_fails_too_does_not_hide_why_the_role_ended(place: Place) -> None:
     with pytest.raises(ValueError, match="no such layer") as caught:
-        await live(HalfSetUp, place.context(), lambda: None)
+        await run_role(HalfSetUp, place.context(), lambda: None)
     assert caught.value.__notes__ == [
         "its teardown failed as well: AttributeError: 'HalfSetUp' object has no attribute 'engine'"
     ]
@@ -426,7 +420,7 @@ async def test_exits_and_epochs_wait_for_the_system_roles(place: Place, monkeypa
     assert await asyncio.wait_for(asking, 120) == 1
     assert await system.issue_epoch("rollout/0") == 2
     assert all(place.registry.tokens) and len(set(place.registry.tokens)) == 2, "each asking has a token of its own"
-    await until(lambda: len(place.registry.gone_ones) == 2)
+    await eventually(lambda: len(place.registry.gone_ones) == 2)
     assert [who.slot for who, _ in place.registry.gone_ones] == ["rollout/0", "rollout/1"]
     await system.close()
 

@@ -7,10 +7,10 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import get_args
 
 import pytest
+from waiting import eventually_blocking
 
 from relax_rt.hosting.faults import Faults
 from relax_rt.process.limits import own_memory
@@ -18,13 +18,6 @@ from relax_rt.supervision.channel import FaultKind, FaultMsg
 
 MIB = 1 << 20
 WAIT_S = 120
-
-
-def until(probe: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not probe():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def order(kind: FaultKind, seconds: float, amount: float = 0.0) -> FaultMsg:
@@ -50,7 +43,7 @@ def test_interpreter_is_held_against_all_other_threads() -> None:
 
     with_turns = threading.Thread(target=turn)
     with_turns.start()
-    until(lambda: bool(turns))
+    eventually_blocking(lambda: bool(turns))
     Faults().carry_out(order("hold_gil", 0.4))
     done.set()
     with_turns.join()
@@ -61,8 +54,8 @@ def test_interpreter_is_held_against_all_other_threads() -> None:
 def test_memory_is_taken_and_given_back() -> None:
     before = own_memory(os.getpid())
     Faults().carry_out(order("eat_memory", 0.5, 96))
-    until(lambda: own_memory(os.getpid()) - before >= 90 * MIB)
-    until(lambda: own_memory(os.getpid()) - before < 48 * MIB)
+    eventually_blocking(lambda: own_memory(os.getpid()) - before >= 90 * MIB)
+    eventually_blocking(lambda: own_memory(os.getpid()) - before < 48 * MIB)
 
 
 def test_time_of_day_jumps_and_comes_back() -> None:
@@ -70,7 +63,7 @@ def test_time_of_day_jumps_and_comes_back() -> None:
     Faults().carry_out(order("clock_jump", 0.2, -3600))
     assert time.time() < before - 3000 and time.time_ns() < (before - 3000) * 1e9
     assert time.monotonic() >= monotonic
-    until(lambda: time.time is clock)
+    eventually_blocking(lambda: time.time is clock)
     assert time.time() >= before
 
 
@@ -87,7 +80,7 @@ def test_fault_that_cannot_be_carried_out_harms_nobody_and_is_told() -> None:
     faults = Faults(lambda kind, fields: told.append((kind, fields["order"])))
     faults.carry_out(order("hang_loop", 60.0))
     faults.carry_out(order("eat_memory", 1.0, -5))
-    until(lambda: len(told) == 2)
+    eventually_blocking(lambda: len(told) == 2)
     assert told == [("fault_failed", "hang_loop"), ("fault_failed", "eat_memory")]
 
 
@@ -99,5 +92,5 @@ async def test_each_fault_says_that_it_has_begun(monkeypatch: pytest.MonkeyPatch
     for kind in get_args(FaultKind):
         faults.carry_out(order(kind, 0.01, 1.0))
     await asyncio.sleep(0.05)
-    until(lambda: len(told) == len(get_args(FaultKind)))
+    eventually_blocking(lambda: len(told) == len(get_args(FaultKind)))
     assert sorted(told) == sorted(("fault_started", kind) for kind in get_args(FaultKind))

@@ -13,7 +13,7 @@ import pytest
 import structlog
 
 from relax_rt.hosting import host
-from relax_rt.hosting.host import LiveProbeFailed, live
+from relax_rt.hosting.host import LiveProbeFailed, run_role
 from relax_rt.interfaces.role import Role
 from relax_rt.transport.rpc.errors import RelaxError
 
@@ -74,7 +74,7 @@ def test_a_thread_of_a_setup_that_was_cut_short_keeps_nobody() -> None:
     free = threading.Event()
 
     async def role() -> bool:
-        return await live(Loading, context(free=free), lambda: None)
+        return await run_role(Loading, context(free=free), lambda: None)
 
     began = time.monotonic()
     try:
@@ -167,7 +167,7 @@ def patient(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_cancellation_of_its_own_is_told_as_a_failure(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Careless, "where", where)
     with pytest.raises(RelaxError, match=f"Careless.{where} was cancelled from inside"):
-        await live(Careless, context(), lambda: None)
+        await run_role(Careless, context(), lambda: None)
 
 
 @pytest.mark.usefixtures("patient")
@@ -175,7 +175,7 @@ async def test_a_live_probe_that_is_cancelled_from_inside_is_told(monkeypatch: p
     monkeypatch.setattr(Careless, "where", "live")
     ctx = context()
     with pytest.raises(LiveProbeFailed, match="cancelled from inside"):
-        await live(Careless, ctx, lambda: None)
+        await run_role(Careless, ctx, lambda: None)
     assert "cancelled from inside" in ctx.left[0]
 
 
@@ -188,11 +188,11 @@ async def test_a_close_that_fails_hides_no_failure(monkeypatch: pytest.MonkeyPat
     ctx = context()
     ctx.close = broken
     with pytest.raises(RelaxError, match=r"Careless.run was cancelled") as told:
-        await live(Careless, ctx, lambda: None)
+        await run_role(Careless, ctx, lambda: None)
     assert "the socket is gone" in told.value.__notes__[0]
     monkeypatch.setattr(Careless, "where", "")
     with pytest.raises(OSError, match="the socket is gone"):
-        await live(Careless, ctx, lambda: None)
+        await run_role(Careless, ctx, lambda: None)
 
 
 def test_a_task_that_swallows_its_cancellation_cuts_off_no_thread_that_is_of_use() -> None:
@@ -219,7 +219,7 @@ async def test_work_and_connections_that_do_not_end_hide_no_failure(role: type[R
     ctx = context(close_s=2 * SOON_S)
     began = time.monotonic()
     with pytest.raises(LiveProbeFailed, match="the device is gone"):
-        await live(role, ctx, lambda: None)
+        await run_role(role, ctx, lambda: None)
     assert time.monotonic() - began < SOON_S and "the device is gone" in ctx.left[0]
     ctx.free = True
     for task in asyncio.all_tasks() - {asyncio.current_task()}:

@@ -7,11 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import eventually
 
 from relax_rt.process import procfs
 from relax_rt.process.guard import RotatingLog
@@ -21,13 +20,6 @@ WAIT_S = 120.0
 
 def alive(pid: int) -> bool:
     return procfs.start_time(pid) != 0
-
-
-async def until(probe: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not probe():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.02)
 
 
 GUARD = [sys.executable, "-m", "relax_rt.process.guard"]
@@ -46,13 +38,13 @@ async def test_nothing_outlives_an_owner_that_is_killed(tmp_path: Path) -> None:
     )
     killed = await asyncio.to_thread(subprocess.Popen, [sys.executable, "-c", role])
     try:
-        await until(lambda: (tmp_path / "log").exists() and "go" in (tmp_path / "log").read_text())
+        await eventually(lambda: (tmp_path / "log").exists() and "go" in (tmp_path / "log").read_text())
         found = [int(pid) for pid in pids.read_text().split()]
         assert len(found) == 2 and all(map(alive, found))
     finally:
         killed.send_signal(signal.SIGKILL)
         killed.wait()
-    await until(lambda: not any(map(alive, found)))
+    await eventually(lambda: not any(map(alive, found)))
 
 
 def test_the_guard_ends_as_its_server_did_and_changes_its_environment(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import eventually_blocking
 
 from relax_rt.process import procfs
 from relax_rt.supervision.rundir import (
@@ -36,13 +36,6 @@ DAEMON = (
     "    os._exit(0)\n"
     "os.wait()\n"
 )
-
-
-def until(probe: Callable[[], object]) -> None:
-    end = time.monotonic() + 120
-    while not probe():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -88,7 +81,7 @@ def test_keeper_keeps_the_record_of_an_agent_that_ended_in_order(paths: RunPaths
 def test_keeper_kills_daemons_that_left_the_tree_of_processes(paths: RunPaths, tmp_path: Path) -> None:
     pid_file = tmp_path / "daemon"
     process = keeper(paths, DAEMON + "time.sleep(600)", str(pid_file))
-    until(lambda: pid_file.exists() and pid_file.read_text())
+    eventually_blocking(lambda: pid_file.exists() and pid_file.read_text())
     daemon = int(pid_file.read_text())
     (agent,) = (pid for pid in procfs.children(process.pid) if pid != daemon)
     os.kill(agent, signal.SIGKILL)
@@ -102,7 +95,7 @@ def test_keeper_forwards_signals(paths: RunPaths, tmp_path: Path, number: signal
     code += f"signal.signal({int(number)}, lambda *a: sys.exit(5))\n"
     code += "pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
     process = keeper(paths, code, str(tmp_path / "up"))
-    until((tmp_path / "up").exists)
+    eventually_blocking((tmp_path / "up").exists)
     process.send_signal(number)
     assert process.wait(120) == 5
 

@@ -10,14 +10,14 @@ from hypothesis.stateful import run_state_machine_as_test
 from test_supervisor_properties import World
 
 from relax_rt.supervision.supervisor import Supervisor
-from relax_rt.supervision.tree import Cohort, RestartWindow, RoleNode, SlotTree
+from relax_rt.supervision.tree import RestartGroup, RestartWindow, RoleNode, SlotTree
 
 FIND = settings(
     max_examples=5000, stateful_step_count=50, deadline=None, phases=[Phase.generate], database=None, derandomize=True
 )
 
 SAFEGUARDS: dict[str, tuple[type, str, Any]] = {
-    "a gang waits until all its ranks have exited": (Cohort, "missing", property(lambda self: [])),
+    "a gang waits until all its ranks have exited": (RestartGroup, "missing", property(lambda self: [])),
     "a gang starts again whole": (RoleNode, "restarted_with", lambda self, slot: [slot]),
     "higher tiers wait for lower ones": (SlotTree, "not_ready_below", lambda self, tier: []),
     "restarts of a slot are limited": (RestartWindow, "failed", lambda self, diagnosis: 0),

@@ -384,7 +384,7 @@ class World(RuleBasedStateMachine):
             return
         for s in self.core._tree:
             if s.state == "backoff":
-                assert s.deadline is not None or (s.cohort is not None and s.cohort.missing), s.name
+                assert s.deadline is not None or (s.restart_group is not None and s.restart_group.missing), s.name
             elif s.state == "pending":
                 if s.without_room:
                     slots = s.role.slots if s.role.rules.gang else [s]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from waiting import eventually
 
 from relax_rt.cluster.nodes.api import (
     HELLO_NAME,
@@ -97,12 +98,6 @@ async def joined(api: HeadApi, token: str = "t") -> JoinReply:
     return await api.join(NodeFacts(name="b", host="10.0.0.2", cores=3, gpus=1), token)
 
 
-async def soon(probe: Callable[[], object]) -> None:
-    async with asyncio.timeout(120):
-        while not probe():  # noqa: ASYNC110 the head's clock has no event to give
-            await asyncio.sleep(0.01)
-
-
 async def test_a_node_joins_takes_orders_and_reports(tmp_path: Path) -> None:
     async with opened(tmp_path) as head, node(head) as api:
         membership = (await joined(api)).membership
@@ -140,7 +135,7 @@ async def test_a_silent_node_is_lost_fenced_and_told_so(tmp_path: Path) -> None:
         executor = head.fleet.executor("b")
         assert executor is not None
         executor.carry_out(StartOrder(slot="x/0", epoch=7, node="b"))
-        await soon(lambda: head.ended)
+        await eventually(lambda: head.ended)
         assert head.ended == [("x/0", 7)]
         assert isinstance(head.posted[-1], NodeLost) and not head.posted[-1].keep
         assert head.fleet.executor("b") is None

@@ -1,4 +1,4 @@
-"""The router over real sockets: engines die, hang, stop and lag; callers leave; each request has one outcome."""
+"""The router over real sockets: engines die, hang, stop and lag; callers disconnect; each request has one outcome."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from router_far_end import FleetOfTests, Rollout, fleet, token
 
-from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Router, RouterLimits
+from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Router, RouterEnded, RouterLimits
 from relax_rt.roles.rollout.router import router as router_module
 from relax_rt.roles.rollout.router.fleet import HealthLimits
 from relax_rt.transport.rpc.errors import Refused
@@ -261,3 +261,33 @@ async def test_a_background_job_that_fails_for_good_fails_its_callers(
                 await asyncio.wait_for(task, 120)
         with pytest.raises(Refused, match="make a new router"):
             await router.generate(wanted())
+
+
+WANTED = GenerationRequest(prompt=(1, 2, 3), seed=5, max_new_tokens=20, chunk_tokens=2, timeout_s=60.0)
+
+
+async def test_who_asks_again_when_the_router_is_left_is_told_so(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    async def insist(router: Router) -> None:
+        while True:
+            try:
+                await router.generate(WANTED)
+            except NotGenerated:
+                told.append("cancelled")
+
+    async with fleet(tmp_path) as run, asyncio.timeout(120):
+        router = Router(run)
+        async with router:
+            # There is no engine: it waits.
+            insisting = asyncio.create_task(insist(router))
+            await asyncio.sleep(0)
+        with pytest.raises(RouterEnded, match=r"its `async with` has ended \(ask within"):
+            await insisting
+        assert told == ["cancelled"]
+        with pytest.raises(RouterEnded, match="has ended"):
+            await router.generate(WANTED)
+        run.commit()
+        await Rollout(run, "rollout/0").begin()
+        async with router:
+            assert (await router.generate(WANTED)).kind == "done"
