@@ -7,8 +7,7 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic import AsyncAnthropic
-from gateway_world import TOKEN, Running, running, tokenizer
-from test_gateway_openai import calculator, echo
+from gateway_world import TOKEN, Running, calculator, echo, running, tokenizer
 
 from relax_rt.roles.rollout.router.core import GenerationRequest
 

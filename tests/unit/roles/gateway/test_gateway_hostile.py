@@ -1,4 +1,4 @@
-"""Callers who mean harm, or whose programs do: each gets a clear error in bounded memory, and others are served."""
+"""Hostile clients: each gets a clear error in bounded memory, and others are served."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_world import TOKEN, Running, running, until
-from test_gateway_openai import ask, client, echo
+from gateway_world import TOKEN, Running, ask, client, echo, running, until
 
 from relax_rt.roles.gateway.app import HttpLimits
 from relax_rt.roles.rollout.router.admission import AdmissionLimits, FleetLoad

@@ -1,4 +1,4 @@
-"""Images through the gateway, by the real clients: to a model that sees, and within bounds."""
+"""Images through the gateway, by the real clients: to a vision-language model, and within bounds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from gateway_world import TOKEN, Running, running
-from test_gateway_openai import ask, client
+from gateway_world import TOKEN, Running, ask, client, running
 from tiny_vision import PLACES, encoded_image, part
 
 from relax_rt.roles.agentic.tokens.template import ChatTemplate

@@ -1,4 +1,4 @@
-"""Large requests: others are served while one is read, and what can have no answer is refused before work is done."""
+"""Large requests: others are served meanwhile, and requests that cannot be answered are refused early."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from gateway_world import TOKEN, Running, running, tokenizer
+from gateway_world import TOKEN, TOOL, Running, ask, client, echo, running, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from test_gateway_hostile import CHAT, still_serves
-from test_gateway_openai import TOOL, ask, client, echo
 
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.tokens.types import Message, Tool

@@ -4,49 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import openai
 import pytest
-from gateway_world import TEMPLATE, TOKEN, Running, running, tokenizer, until
-from openai import AsyncOpenAI
+from gateway_world import (
+    RESPONSES_TOOL,
+    TEMPLATE,
+    TOKEN,
+    TOOL,
+    ask,
+    calculator,
+    client,
+    echo,
+    running,
+    tokenizer,
+    until,
+)
 
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.gateway.service import AnswerPolicy
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.router.core import GenerationRequest
-
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "adds",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-    },
-}
-RESPONSES_TOOL: Any = {"type": "function", **TOOL["function"], "strict": False}
-
-
-def echo(prompt: str, wanted: GenerationRequest) -> str:
-    return "You said " + prompt.removesuffix("<|assistant|>").removesuffix("<|end|>").rpartition("|>")[2] + "."
-
-
-def calculator(prompt: str, wanted: GenerationRequest) -> str:
-    """Calls the tool, and says its result."""
-    result = re.search(r"<\|user\|>result (\d+)<\|end\|><\|assistant\|>$", prompt)
-    if result:
-        return f"It is {result[1]}."
-    return 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
-
-
-def client(running: Running, key: str = TOKEN, **options: Any) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=60.0, **options)
-
-
-def ask(text: str) -> Any:
-    return [{"role": "user", "content": text}]
 
 
 async def test_a_chat_completion_is_what_was_sampled_and_the_ledger_has_it() -> None:

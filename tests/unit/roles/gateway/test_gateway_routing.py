@@ -1,4 +1,4 @@
-"""Routing rows of episodes that come by the gateway: each position has one, that of the pass it was sampled from."""
+"""Routing rows of episodes through the gateway: each position has the row of the pass it was sampled from."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from gateway_world import ROW, TOKEN, Running, rows_of, running, until
-from test_gateway_openai import RESPONSES_TOOL, ask, client, echo
+from gateway_world import RESPONSES_TOOL, ROW, TOKEN, Running, ask, client, echo, rows_of, running, until
 from test_gateway_streams import after, part_by_httpx, script
 
 from relax_rt.roles.agentic.tokens.types import Branch

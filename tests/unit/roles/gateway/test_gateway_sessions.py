@@ -1,4 +1,4 @@
-"""Whose a session is, how long, and what is left of it: owners, leases, nonces, and the end of an episode."""
+"""Sessions: owners, leases, nonces, and the end of an episode."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_world import ledger, running, tokenizer, until
-from test_gateway_openai import RESPONSES_TOOL, TOOL, ask, client, echo
+from gateway_world import RESPONSES_TOOL, TOOL, ask, client, echo, ledger, running, tokenizer, until
 
 from relax_rt.roles.agentic import Task
 from relax_rt.roles.agentic.episode import PlayedEpisode

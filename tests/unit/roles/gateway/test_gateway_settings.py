@@ -8,8 +8,7 @@ from pathlib import Path
 import anthropic
 import openai
 import pytest
-from gateway_world import TOKEN, running
-from test_gateway_openai import ask, echo
+from gateway_world import TOKEN, ask, echo, running
 
 from relax_rt import Runtime
 from relax_rt.config.loader import load_config

@@ -1,4 +1,4 @@
-"""Callers who leave a stream in the middle: what they went on with is trained, once, and nothing else."""
+"""Clients that leave a stream in the middle: only what they continue from is trained, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rollout leaves behind when it ends."""
+"""The end of a rollout: what is journaled and released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rollout has in hand, on the ledger itself: marks, hand-over, and going on behind another's tokens."""
+"""Groups of a rollout, with a real ledger: partial completions, release and resumption."""
 
 from __future__ import annotations
 

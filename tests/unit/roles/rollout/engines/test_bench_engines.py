@@ -1,4 +1,4 @@
-"""The verdicts of the engine benches can fail, and what stands beside ours is not held back by more than its way."""
+"""The verdicts of the engine benches can fail, and the peer in them is not slowed down."""
 
 from __future__ import annotations
 

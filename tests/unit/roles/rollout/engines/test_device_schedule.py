@@ -1,4 +1,4 @@
-"""Engines and a trainer in turns on one device: the account purely, and a world in which calls are lost and all die."""
+"""Time slicing of a device: the pure schedule, and a simulation in which calls are lost and processes die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused of engines once the model is known: rows of dense models, and what SGLang computes otherwise."""
+"""Checks of engines that need the model: rows of dense models, and what SGLang computes differently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What prompts that begin alike save: positions that go through the model, counted."""
+"""Prompts with a common prefix: positions that go through the model, counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both sides of the turns over a real registry's account: deaths at each step, calls that fail, engines that hang."""
+"""Both sides of time slicing over a real registry core: deaths at each step, failing calls, hanging engines."""
 
 from __future__ import annotations
 

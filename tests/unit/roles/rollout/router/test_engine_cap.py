@@ -1,4 +1,4 @@
-"""The cap by KV use: against a model that says what may never be, and against an engine whose cache fills."""
+"""The cap by KV use: against a reference model, and with an engine whose cache fills."""
 
 from __future__ import annotations
 

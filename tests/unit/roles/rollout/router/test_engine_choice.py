@@ -1,4 +1,4 @@
-"""Which engine gets a request, against a choice made by looking at all of them."""
+"""The choice of an engine, against a naive choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FairAdmission control against random traffic, and what it does with the load of engines."""
+"""Fair admission under random traffic, and its reaction to the load of engines."""
 
 from __future__ import annotations
 

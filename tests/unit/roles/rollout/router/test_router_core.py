@@ -1,4 +1,4 @@
-"""The router's core by itself: who is sent when there is room, and what each event costs while many wait."""
+"""The router's core alone: the order of assignments, and the cost of events while many requests wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Health and currency of engines: against what a history says when it is read naively."""
+"""Health and versions of engines, against a naive evaluation of their history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request's life, driven by anything that engines, callers and clocks may do, against a naive account of it."""
+"""The life of one request under arbitrary events, against a naive model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to a server that ends connections: idle ones, ones in use, all; and streams of events of any size."""
+"""The client of a server that closes connections (idle, in use, all), and streams of events of any size."""
 
 from __future__ import annotations
 

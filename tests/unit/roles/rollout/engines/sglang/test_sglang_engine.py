@@ -1,4 +1,4 @@
-"""The engine over a server that is played: what it takes for its own doing, what it gives up for, what it leaves."""
+"""The engine over a fake server: requested and unrequested ends, failures, pauses, swaps and memory."""
 
 from __future__ import annotations
 

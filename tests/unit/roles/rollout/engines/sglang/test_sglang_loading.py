@@ -1,4 +1,4 @@
-"""How versions get into a server that is played: by handles, and by the file where these do not do."""
+"""Loading versions into a fake server: by handles, and by the file where they fail."""
 
 from __future__ import annotations
 

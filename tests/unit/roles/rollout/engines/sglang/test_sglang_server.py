@@ -1,4 +1,4 @@
-"""The server's life: its guard, its options, and what is said when it does not come up. With stand-ins for servers."""
+"""The server process: guard, options, diagnosis of failed starts and ends. With stand-ins for servers."""
 
 from __future__ import annotations
 
