@@ -585,10 +585,6 @@ class RouterCore:
             found[self._why_waiting(lag)] += count
         return dict(found)
 
-    def outstanding(self, slot: str, epoch: int) -> int:
-        """Return the expected tokens that an incarnation still has to generate for this router."""
-        return self._loads.tokens(slot, epoch)
-
     # --- inside
 
     def _current(self, number: int, attempt: int) -> RequestState | None:

@@ -28,10 +28,9 @@ def test_the_cap_follows_the_water_marks(seen: list[tuple[float, float, int]]) -
             changed_at = now
             assert (used >= 0.9 and cap.cap < before) or (used <= 0.6 and cap.cap == before + 1)
         if shut and in_flight >= 2:
-            assert cap.room(in_flight) == 0 and "KV cache" in cap.why_full(in_flight)
+            assert cap.room(in_flight) == 0
         if not shut:
             assert cap.room(in_flight) == max(0, cap.cap - in_flight)
-        assert (cap.why_full(in_flight) == "") == (cap.room(in_flight) > 0)
         assert cap.room(0) > 0, "an engine without work is never shut out"
 
 
