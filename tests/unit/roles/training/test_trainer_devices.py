@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -199,7 +200,10 @@ def test_values_leave_a_gpu_bucket_by_bucket(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "Event", Event)
     source, target = torch.arange(23, dtype=torch.uint8), torch.zeros(23, dtype=torch.uint8)
     buffers = torch.empty(8, dtype=torch.uint8), torch.empty(8, dtype=torch.uint8)
-    module._through(source, target, buffers)
+    monkeypatch.setattr(module, "PINNED_BYTES", 8)
+    monkeypatch.setattr(module._PinnedBuffers, "buffers", lambda: buffers)
+    on_gpu: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), detach=lambda: source)
+    module.on_host(on_gpu, target)
     assert torch.equal(target, source)
     # One is on its way while the one before is put into its place.
     assert log == ["record 0", "record 1", "wait 0", "record 2", "wait 1", "wait 2"]
