@@ -33,7 +33,7 @@ def plan(kind: str, **settings: object) -> RolePlan:
         (config("10.0.0.1:7"), [plan("queue", node="b")], "the queue runs on the head"),
         (config("10.0.0.1:7"), [plan("trainer", node="b")], "checkpoints do not go between nodes"),
         (config("10.0.0.1:7"), [plan("evaluator", node="b")], "trainer, evaluator, env, gateway run on the head"),
-        (config("0.0.0.0:7"), [], "must be one address"),
+        (config("0.0.0.0:7"), [], "must be one that these reach"),
         (config("nowhere"), [], "no host and port"),
         (config("10.0.0.1:7", durability="disk"), [plan("queue")], "would not outlive them"),
         (config(), [plan("reward", gpus=1)], "this machine has 0, and no other node can join"),
