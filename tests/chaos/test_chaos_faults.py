@@ -120,7 +120,7 @@ def test_what_cannot_be_asked_for_is_refused_in_words(toys: ToyRun) -> None:
         assert all(word in done.stderr for word in words), done.stderr
     assert toys.end() == 0
     done = relax("chaos", run)
-    assert done.returncode == 2 and "no run lives" in done.stderr
+    assert done.returncode == 2 and "no live run" in done.stderr
     done = relax("chaos", run, "--check", "--json")
     assert done.returncode == 0, done.stdout
     assert json.loads(done.stdout)["ok"]
