@@ -16,7 +16,7 @@ import itertools
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -87,23 +87,12 @@ class EngineCap:
             return (self.limits.least if self.closed else max(self.cap, self.limits.least)) - running
         return 0 if self.closed else max(0, self.cap - running)
 
-    def why_full(self, running: int) -> str:
-        """Describe what must happen before a sequence is accepted; empty: one is accepted now."""
-        if self.room(running):
-            return ""
-        if self.closed:
-            return f"the KV cache to empty to {self.limits.low:.0%}"
-        return f"one of {running} sequences to end: the cap is {self.cap}"
-
     def _may_change(self, now: float) -> bool:
         return now - self._changed_at >= self.limits.every_s
 
     def _set(self, now: float, cap: int) -> None:
         if cap != self.cap:
             self.cap, self._changed_at = cap, now
-
-
-Trend = Literal["grow", "hold", "preempt"]
 
 
 class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,7 +198,6 @@ class FairAdmission:
     def __init__(self, limits: AdmissionLimits | None = None) -> None:
         self.limits = limits or AdmissionLimits()
         self.cap = self.limits.first
-        self.trend: Trend = "hold"
         self.counts: Counter[str] = Counter()
         self._calls: OrderedDict[int, _QueuedCall] = OrderedDict()
         """Running calls, in the order of their admission."""
@@ -299,13 +287,10 @@ class FairAdmission:
             # Sequences without an engine are too many in any case; with full caches also a share of the others.
             fits = running - load.stalled + int(limits.slack * running)
             cap = min(fits, int(running * limits.shrink)) if load.kv_used >= limits.high else fits
-            self.trend = "preempt"
             self._set(now, min(self.cap, max(limits.least, cap)))
             return self._preempt(now, running - self.cap)
-        self.trend = "hold"
         full = running >= self.cap or self.waiting > 0
         if load.kv_used < limits.low and not load.stalled and load.room > 0 and full and self.cap < limits.most:
-            self.trend = "grow"
             wanted = sum(call.sequences for call in self._waiting.values())
             by = max(1, int(self.cap * limits.grow), min(load.room, wanted))
             self._set(now, min(limits.most, self.cap + by))

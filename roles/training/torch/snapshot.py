@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import save_file
 
-from relax_rt.roles.models.device import CPU, generator_states, on_host, set_generator_states
+from relax_rt.roles.models.device import CPU, copy_to_host, generator_states, set_generator_states
 from relax_rt.roles.models.experts import ExpertStack, released_one_by_one
 from relax_rt.roles.models.heap import trim_heap
 from relax_rt.roles.training.backend.settings import LoraTable
@@ -208,7 +208,7 @@ def _adapter_mismatch(folder: Path, why: str) -> RelaxError:
 
 def _copy_into_buffer(kept: dict[K, torch.Tensor], name: K, values: torch.Tensor) -> None:
     """Copied into the buffers of the last snapshot: fresh pages cost more than the copy."""
-    kept[name] = on_host(values.contiguous(), kept.get(name))
+    kept[name] = copy_to_host(values.contiguous(), kept.get(name))
 
 
 def _check(files: TensorFiles, wanted: Iterable[Mapping[str, tuple[int, ...]]]) -> None:

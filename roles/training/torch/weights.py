@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from relax_rt.roles.models.device import on_host
+from relax_rt.roles.models.device import copy_to_host
 from relax_rt.roles.training.backend.channel import WeightChannel
 from relax_rt.roles.training.backend.settings import LoraTable
 from relax_rt.roles.training.torch.sharding import TensorShard, TorchRanks, send_to_rank_0, shard_of, shard_rows
@@ -100,7 +100,7 @@ class ModelWeights:
                 values = self.merged(piece) if merged else piece.values.detach()
                 mine = _bytes(values.to(getattr(torch, dtype)))
                 if place is not None:
-                    on_host(mine, place[: len(mine)])
+                    copy_to_host(mine, place[: len(mine)])
                 if channel is not None:
                     send_to_rank_0(piece, mine, place, row_bytes, channel)
 
@@ -120,7 +120,7 @@ class ModelWeights:
                 kept = torch.split(channel.memory(sum(sizes)), sizes)
             for number, (place, _, piece) in enumerate(places):
                 values = self.merged(piece, factors.get(piece.name)).to(getattr(torch, dtype))
-                on_host(_bytes(values), kept[number] if place is None else place[: sizes[number]])
+                copy_to_host(_bytes(values), kept[number] if place is None else place[: sizes[number]])
         for number, (place, row_bytes, piece) in enumerate(places):
             send_to_rank_0(piece, kept[number] if place is None else place, place, row_bytes, channel)
 

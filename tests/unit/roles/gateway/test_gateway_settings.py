@@ -8,8 +8,7 @@ from pathlib import Path
 import anthropic
 import openai
 import pytest
-from gateway_world import TOKEN, running
-from test_gateway_openai import ask, echo
+from gateway_world import TOKEN, ask, echo, running
 
 from relax_rt import Runtime
 from relax_rt.config.loader import load_config
@@ -29,7 +28,7 @@ def problems(*overrides: str) -> list[str]:
     return []
 
 
-def test_what_contradicts_itself_is_told_before_a_run() -> None:
+def test_contradicting_settings_are_refused() -> None:
     assert not problems()
     (found,) = problems("roles.gateway.port=8000", "roles.gateway.count=2")
     assert "one gateway would have it" in found
@@ -43,13 +42,13 @@ def test_what_contradicts_itself_is_told_before_a_run() -> None:
     assert "prot" in found
 
 
-def test_packages_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     (found,) = problems()
     assert "starlette and uvicorn" in found
 
 
-def test_other_nodes_reach_a_gateway_where_it_listens_for_them() -> None:
+def test_the_remote_url_follows_the_listening_address() -> None:
     pytest.importorskip("uvicorn")
     from relax_rt.roles.gateway.server import listen, remote_url_of, url_of
 
@@ -65,7 +64,7 @@ def test_other_nodes_reach_a_gateway_where_it_listens_for_them() -> None:
         assert remote_url_of(one, "fd00::7").startswith("http://[fd00::7]:")
 
 
-async def test_a_program_that_began_a_run_calls_its_policy(tmp_path: Path) -> None:
+async def test_a_program_beside_a_run_calls_its_policy(tmp_path: Path) -> None:
     run = Runtime("roles.toml")
     run.run_dir = tmp_path
     with pytest.raises(RelaxError, match=r"gateway-0\.json \(a run with \[roles.gateway\] has one"):

@@ -44,7 +44,7 @@ def request(**changes: object) -> GroupRequest:
     had=st.integers(0, 20),
     chunk=st.integers(0, 9),
 )
-def test_chunks_make_up_what_was_sampled(tokens: list[tuple[int, int, bool]], had: int, chunk: int) -> None:
+def test_chunks_add_up_to_the_sampled_tokens(tokens: list[tuple[int, int, bool]], had: int, chunk: int) -> None:
     had = min(had, len(tokens) - 1)
     before = Partial(
         (9,) * had, (-0.5,) * had, (VersionSpan(0, had, 0, 0),) if had else (), encode_rows(rows(*[9] * had))
@@ -71,14 +71,14 @@ def test_chunks_make_up_what_was_sampled(tokens: list[tuple[int, int, bool]], ha
     assert SHAPE.rows(done.prompt_routing, done.routing)[:, 0, 0].tolist() == [1, 2, *done.tokens]
 
 
-def test_rows_of_a_request_that_did_not_ask_for_them_are_not_told() -> None:
+def test_rows_are_not_reported_unless_requested() -> None:
     sequence = DecodedSequence(request(), 0, SHAPE)
     sequence.set_prompt_rows(rows(1, 2))
     sequence.append(9, -1.0, 1, rows(9)[0])
     assert (sequence.chunk().routing, sequence.chunk().prompt_routing) == (b"", b"")
 
 
-def test_a_lost_or_repeated_chunk_is_found() -> None:
+def test_a_lost_or_repeated_chunk_is_detected() -> None:
     for start in (0, 3):
         assembly = Assembly()
         assembly.expect(request())
@@ -87,7 +87,7 @@ def test_a_lost_or_repeated_chunk_is_found() -> None:
             assembly.add(Chunk(1, 0, start, [9], [-1.0], [VersionSpan(start, start + 1, 0, 0)]))
 
 
-def test_chunks_of_what_was_forgotten_are_ignored() -> None:
+def test_chunks_of_a_removed_request_are_ignored() -> None:
     assembly = Assembly()
     assembly.expect(request())
     assembly.forget(1)
@@ -95,7 +95,7 @@ def test_chunks_of_what_was_forgotten_are_ignored() -> None:
 
 
 @given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), max_size=12))
-def test_the_common_beginning_of_two_prompts(one: list[int], other: list[int]) -> None:
+def test_the_common_prefix_of_two_prompts(one: list[int], other: list[int]) -> None:
     plain = 0
     while plain < min(len(one), len(other)) and one[plain] == other[plain]:
         plain += 1
@@ -106,7 +106,7 @@ def kept(length: int) -> torch.Tensor:
     return torch.zeros(2, 1, 1, length, 1)
 
 
-def test_prompts_are_found_by_their_beginning_and_only_at_their_version() -> None:
+def test_prompts_are_found_by_prefix_and_version() -> None:
     store = PrefixStore(100)
     store.put(3, (1, 2, 3, 4), lambda: kept(4))
     assert store.find(3, (1, 2, 9))[0] == 2
@@ -119,7 +119,7 @@ def test_prompts_are_found_by_their_beginning_and_only_at_their_version() -> Non
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9).map(tuple), max_size=40))
-def test_no_more_is_kept_than_there_is_room_for(prompts: list[tuple[int, ...]]) -> None:
+def test_the_prefix_store_is_bounded(prompts: list[tuple[int, ...]]) -> None:
     store = PrefixStore(12)
     for prompt in prompts:
         store.find(0, prompt)
@@ -161,7 +161,7 @@ def test_logprobs_are_of_the_whole_vocabulary_at_the_temperature(vocabulary: int
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-24])
-def test_what_has_no_probability_is_never_drawn(uniform: float) -> None:
+def test_zero_probability_is_never_drawn(uniform: float) -> None:
     torch.manual_seed(0)
     for _ in range(50):
         logits = torch.randn(8, 1000) * 3
@@ -196,13 +196,13 @@ def test_cutting_never_costs_more_than_one_call_for_all(lengths: list[int]) -> N
     assert cost <= len(lengths) * max(lengths) + CALL_COST
 
 
-def test_one_long_row_does_not_make_the_others_read_as_far() -> None:
+def test_one_long_row_does_not_make_others_read_as_far() -> None:
     assert [tuple(s) for s in segments([4000, *[100] * 63])] == [(0, 1, 4000), (1, 64, 100)]
     assert [tuple(s) for s in segments([130, *[120] * 7])] == [(0, 8, 130)]
 
 
 @given(st.integers(1, 100_000))
-def test_a_class_is_at_most_twice_its_shortest(length: int) -> None:
+def test_a_length_class_spans_at_most_a_factor_of_two(length: int) -> None:
     longest = max(n for n in (64 << k for k in range(12)) if length_class(n) <= length_class(length))
     assert length <= longest
     if length > 64:

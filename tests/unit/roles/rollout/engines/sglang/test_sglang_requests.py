@@ -41,7 +41,7 @@ def event(member: Member, tokens: list[int], *, upto: int, end: str = "", cached
     return Event(tokens, Meta(id=member.rid, **(values | meta)))
 
 
-def test_a_token_has_the_version_of_its_segment_and_the_cache_it_was_begun_with() -> None:
+def test_a_token_has_the_versions_of_its_segment_and_its_cache() -> None:
     member = Member.from_request(request(new=6), 0, 1)
     member.begin("a", 3)
     member.take(event(member, [4, 5], upto=2, cached=0), 3)
@@ -57,7 +57,7 @@ def test_a_token_has_the_version_of_its_segment_and_the_cache_it_was_begun_with(
     assert member.salt == 5
 
 
-def test_a_cache_of_which_nothing_was_left_is_of_the_new_weights() -> None:
+def test_an_evicted_cache_is_of_the_new_weights() -> None:
     member = Member.from_request(request(), 0, 1)
     member.begin("a", 3)
     member.take(event(member, [4], upto=1, cached=0), 3)
@@ -67,7 +67,7 @@ def test_a_cache_of_which_nothing_was_left_is_of_the_new_weights() -> None:
     assert member.spans[-1] == VersionSpan(1, 2, 4, 4)
 
 
-def test_what_was_told_before_is_not_told_again() -> None:
+def test_reported_tokens_are_not_reported_again() -> None:
     member = Member.from_request(request(), 0, 1)
     member.begin("a", 1)
     member.take(event(member, [4, 5], upto=2), 1)
@@ -89,7 +89,9 @@ def test_what_was_told_before_is_not_told_again() -> None:
         ([6], 2, {"weight_versions": [Span("3", 0, 2), Span("4", 2, 3)]}, Corrupt),
     ],
 )
-def test_what_cannot_be_is_found(tokens: list[int], upto: int, meta: dict[str, Any], error: type[Exception]) -> None:
+def test_impossible_events_are_detected(
+    tokens: list[int], upto: int, meta: dict[str, Any], error: type[Exception]
+) -> None:
     member = Member.from_request(request(), 0, 1)
     member.begin("a", 3)
     member.take(event(member, [4], upto=1), 3)
@@ -98,7 +100,7 @@ def test_what_cannot_be_is_found(tokens: list[int], upto: int, meta: dict[str, A
     assert member.tokens == [4]
 
 
-def test_what_the_server_breaks_off_is_told_before_its_tokens_are_looked_at() -> None:
+def test_an_early_end_is_reported_before_its_tokens_are_checked() -> None:
     """It invents a token without a log-probability for a request that it does not take."""
     member = Member.from_request(request(), 0, 1)
     member.begin("a", 3)
@@ -106,7 +108,7 @@ def test_what_the_server_breaks_off_is_told_before_its_tokens_are_looked_at() ->
         member.take(event(member, [4], upto=1, end="abort", output_token_logprobs=[]), 3)
 
 
-def test_an_event_of_nobody_is_an_error() -> None:
+def test_an_event_of_no_member_is_an_error() -> None:
     member = Member.from_request(request(), 0, 1)
     member.begin("a", 3)
     batch = Batch([member])
@@ -120,7 +122,7 @@ def test_an_event_of_nobody_is_an_error() -> None:
             batch.member(Meta(id=name))
 
 
-def test_partials_are_counted_and_not_told() -> None:
+def test_partials_are_counted_and_not_reported() -> None:
     had = Partial((4, 5), (-1.0, -2.0), (VersionSpan(0, 2, 7, 7),))
     member = Member.from_request(request(new=5, partials=(had,), chunk_tokens=2), 0, 1)
     assert (member.left, member.chunk()) == (3, None)
@@ -137,7 +139,7 @@ def test_partials_are_counted_and_not_told() -> None:
         assert last is not None and (last.tokens, last.finish_reason) == ([], finish)
 
 
-def test_an_end_that_is_not_of_this_request_is_none() -> None:
+def test_a_stop_token_of_the_model_alone_is_no_end() -> None:
     """The server also ends at the model's own end token; a request that does not name it goes on."""
     member = Member.from_request(request(), 0, 1)
     member.begin("a", 1)
@@ -151,7 +153,7 @@ def test_an_end_that_is_not_of_this_request_is_none() -> None:
     assert member.finish == "stop", "one that ended by itself was not aborted"
 
 
-def test_the_line_keeps_the_order_of_requests() -> None:
+def test_the_queue_keeps_the_order_of_requests() -> None:
     members = [Member.from_request(request(2, id=order), index, order) for order in (1, 2, 3) for index in (0, 1)]
     line = MemberQueue()
     line.add(members)
@@ -181,7 +183,7 @@ def told(member: Member, **how: bool) -> tuple[list[int], list[int], list[int]]:
     return chunk.tokens, rows, prompt
 
 
-def test_only_tokens_with_their_rows_are_told() -> None:
+def test_only_tokens_with_rows_are_reported() -> None:
     member = Member.from_request(request(new=7, chunk_tokens=2, routing=True), 0, 1, SHAPE)
     member.begin("a", 3)
     assert (member.requested, member.rows_from) == (2, 0), (
@@ -224,7 +226,7 @@ def test_tokens_that_came_without_rows_are_sampled_again_if_the_server_was_inter
     assert member.spans == spans
 
 
-def test_a_partial_that_comes_from_elsewhere_brings_its_rows_and_not_those_of_the_prompt() -> None:
+def test_a_partial_has_its_rows_but_not_those_of_the_prompt() -> None:
     had = Partial((4, 5), (-1.0, -2.0), (VersionSpan(0, 2, 7, 7),), routed([4, 5]).tobytes())
     member = Member.from_request(request(new=5, partials=(had,), routing=True), 0, 1, SHAPE)
     member.begin("a", 8)
@@ -237,7 +239,7 @@ def test_a_partial_that_comes_from_elsewhere_brings_its_rows_and_not_those_of_th
 
 
 @pytest.mark.parametrize(("start", "prompt"), [(0, [1, 2]), (1, [2]), (2, [])])
-def test_rows_of_a_prompt_whose_beginning_has_them_are_not_asked_for_again(start: int, prompt: list[int]) -> None:
+def test_known_rows_of_a_prompt_are_not_requested_again(start: int, prompt: list[int]) -> None:
     asked = request(2, new=3, routing=True, rows_from=start, chunk_tokens=1)
     members = [Member.from_request(asked, index, 1, SHAPE) for index in (0, 1)]
     for member in members:
@@ -260,7 +262,7 @@ SWAPS = st.sampled_from(["none", "keep", "recompute"])
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), SWAPS, st.booleans()), max_size=12), st.integers(0, 5))
-def test_whatever_interrupts_it_a_completion_is_whole(pieces: list[tuple[int, str, bool]], every: int) -> None:
+def test_a_completion_is_complete_after_any_interruptions(pieces: list[tuple[int, str, bool]], every: int) -> None:
     """Segments of any length between swaps and pauses: chunks make up the completion, versions cover it and only
     grow, and a cache is never newer than the weights."""
     asked = request(new=20, chunk_tokens=every)
@@ -309,7 +311,7 @@ def request_with_rows(**rest: Any) -> GroupRequest:
     return request(2, **{"seeds": (1, 2), "routing": True, **rest})
 
 
-def test_what_the_server_tells_is_read(tmp_path: Path) -> None:
+def test_rows_of_the_server_are_decoded(tmp_path: Path) -> None:
     experts = np.array([[[5, 2], [0, 0], [1, 7]], [[3, 6], [0, 0], [4, 0]]], np.int32)
     read = reader(tmp_path).read(memoryview(base64.b64encode(experts.tobytes())))
     assert read.tolist() == [[[2, 5], [-1, -1], [1, 7]], [[3, 6], [-1, -1], [0, 4]]]
@@ -318,7 +320,7 @@ def test_what_the_server_tells_is_read(tmp_path: Path) -> None:
             reader(tmp_path).read(memoryview(odd))
 
 
-async def test_rows_of_many_tokens_are_read_off_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_rows_are_decoded_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rows in pieces as at once; padding within them is refused, and what has none has none."""
     monkeypatch.setattr(asking, "PIECE", 8)
     experts = np.arange(60, dtype=np.int32).reshape(-1, 3, 2) % 8
@@ -337,7 +339,7 @@ async def test_rows_of_many_tokens_are_read_off_the_event_loop(tmp_path: Path, m
         assert await rows.rows_in(Meta("s", routed_experts=msgspec.Raw(none))) is None
 
 
-def test_a_model_without_them_is_refused_before_its_server_is_started(tmp_path: Path) -> None:
+def test_a_dense_model_is_refused_before_its_server_starts(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="it is dense"):
         reader(tmp_path, model_type="qwen3")
     with pytest.raises(Refused, match="how it routes is not known"):
@@ -353,7 +355,7 @@ def test_more_rows_than_an_answer_holds_are_refused(tmp_path: Path) -> None:
     wide.check(request_with_rows(max_new_tokens=131_070, rows_from=2))
 
 
-def test_a_call_asks_for_the_rows_that_one_of_its_members_lacks(tmp_path: Path) -> None:
+def test_a_call_requests_the_rows_that_one_member_lacks(tmp_path: Path) -> None:
     shape = reader(tmp_path).shape
     had = Partial((4, 5), (-1.0, -2.0), (VersionSpan(0, 2, 7, 7),), bytes(2 * shape.row_bytes))
     members = [
@@ -377,7 +379,7 @@ def test_a_call_asks_for_the_rows_that_one_of_its_members_lacks(tmp_path: Path) 
     assert "return_routed_experts" not in request_body(Batch([plain]), seeded=False)
 
 
-def test_the_server_is_told_to_keep_them_where_they_are_wanted() -> None:
+def test_the_server_records_rows_only_if_configured() -> None:
     boot = Boot(model=Path("m"), port=1, name="n", secrets=Path("s"))
 
     def option(settings: EngineSettings) -> object:

@@ -124,7 +124,7 @@ def test_a_fetch_that_fails_leaves_no_version(tmp_path: Path) -> None:
     assert not tmp_path.exists()
 
 
-def test_no_room_for_the_copy_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_the_copy_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -138,7 +138,7 @@ def digest(*arrays: np.ndarray) -> str:
     return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()[:16]
 
 
-def test_joined_tensors_are_their_parts_in_a_row() -> None:
+def test_joined_tensors_are_their_consecutive_parts() -> None:
     layout = laid_out()
     data, a = filled(layout)
     # Recipes are made of names and shapes: before the first publication sizes in bytes are not known.
@@ -159,7 +159,7 @@ def test_joined_tensors_are_their_parts_in_a_row() -> None:
     }
 
 
-def test_experts_in_one_tensor_are_those_one_by_one() -> None:
+def test_stacked_experts_equal_single_ones() -> None:
     stacked = laid_out({"a": (3,), "l.0.mlp.experts.gate_up_proj": (2, 6, 4), "l.0.mlp.experts.down_proj": (2, 4, 3)})
     data, arrays = filled(stacked)
     entries = by_expert(stacked).entries
@@ -174,7 +174,7 @@ def test_experts_in_one_tensor_are_those_one_by_one() -> None:
     assert by_expert(laid_out()) == laid_out()
 
 
-def test_what_cannot_be_verified_is_refused() -> None:
+def test_unverifiable_tensors_are_refused() -> None:
     with pytest.raises(Refused, match=r"the server's tensor model.layers.0.mlp.odd and 1 more"):
         recipes([*SERVER, "model.layers.0.mlp.odd", "model.odder"], laid_out())
     with pytest.raises(Refused, match=r"published tensor model.norm.weight"):
@@ -184,7 +184,7 @@ def test_what_cannot_be_verified_is_refused() -> None:
 
 
 @pytest.mark.parametrize("reported", [{"a": "1", "b": "9"}, {"a": "1"}, {"a": "1", "b": "2", "c": "3"}, {}], ids=str)
-def test_a_server_that_holds_something_else_is_found(reported: dict[str, str]) -> None:
+def test_other_weights_on_the_server_are_detected(reported: dict[str, str]) -> None:
     expected = {"a": "1", "b": "2"}
     compare(expected, dict(expected), 4)
     with pytest.raises(Corrupt, match="policy version 4 on the SGLang server"):
@@ -242,14 +242,14 @@ def word_by_word(data: bytes) -> str:
 
 
 @pytest.mark.parametrize("size", [1, 4, 7, 4 * TILE_WORDS, 4 * TILE_WORDS + 2, 9 * TILE_WORDS + 40])
-def test_each_function_is_what_it_is_said_to_be(size: int) -> None:
+def test_hash_functions_match_the_reference(size: int) -> None:
     data = np.random.default_rng(size).bytes(size)
     assert content_hash([memoryview(data)], 0, "cpu") == hashlib.sha256(data).hexdigest()[:16]
     assert content_hash([memoryview(data)], 0, "cuda") == word_by_word(data)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_parts_and_padding_are_bytes_in_a_row(device: Device) -> None:
+def test_parts_and_padding_are_hashed_consecutively(device: Device) -> None:
     data = np.random.default_rng(1).bytes(5 * TILE_WORDS)
     view = memoryview(data + bytes(12))
     whole = content_hash([view], 0, device)
@@ -262,7 +262,7 @@ def test_parts_and_padding_are_bytes_in_a_row(device: Device) -> None:
     assert content_hash([memoryview(swapped)], 0, device) != whole
 
 
-def test_many_tiles_are_taken_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tiles_are_hashed_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     data = memoryview(np.random.default_rng(2).bytes(4 * TILE_WORDS * 5 + 8))
     whole = content_hash([data], 0, "cuda")
     monkeypatch.setattr("relax_rt.roles.rollout.engines.sglang.weights.TILES_AT_A_TIME", 2)
