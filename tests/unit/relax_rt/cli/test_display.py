@@ -104,7 +104,7 @@ def test_a_sample_is_shown_whole_and_as_it_is(monkeypatch: pytest.MonkeyPatch) -
     assert "\x1b" not in said and "4\\x1b[2J" in said
 
 
-def test_masks_are_told_by_their_runs() -> None:
+def test_masks_are_reported_by_their_runs() -> None:
     assert sample.run_lengths([0, 0, 1, 0, 1, 1, 1]) == "0x2 1x1 0x1 1x3"
     assert sample.run_lengths([]) == ""
 
