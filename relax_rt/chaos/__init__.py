@@ -1,1 +1,1 @@
-"""Inject faults into a living run, and judge by independent records whether it kept its guarantees."""
+"""Inject faults into a live run, and judge by independent records whether it kept its guarantees."""

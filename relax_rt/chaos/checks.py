@@ -42,7 +42,7 @@ def by_slot(found: list[ProcessLife]) -> dict[str, list[ProcessLife]]:
 
 
 def single_incarnation(evidence: Evidence) -> Found:
-    """A slot never has two living incarnations: the earlier one's exit is confirmed before the next is spawned."""
+    """A slot never has two live incarnations: the earlier one's exit is confirmed before the next is spawned."""
     found = process_lives(evidence.events)
     yield len(found)
     for slot, of_slot in by_slot(found).items():
@@ -94,7 +94,7 @@ def _ends(evidence: Evidence, found: list[ProcessLife]) -> dict[str, tuple[float
 
 def epochs_increase(evidence: Evidence) -> Found:
     """An epoch is issued once, and each incarnation of a slot has a higher one than the last."""
-    # Several are issued at a time, each told once it is on disk: over all slots the log need not have them in order.
+    # Several are issued concurrently, and each event follows its write to disk: over all slots the order may differ.
     issued: dict[int, int] = {}
     newest: dict[str, int] = {}
     for number, event in enumerate(evidence.events):

@@ -139,7 +139,7 @@ BEYOND_MIB = 64.0
 TEMPORARY_ERRORS = (ProcessLookupError, Unreachable, DeadlineExceeded)
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class FaultOutcome(msgspec.Struct, frozen=True):
     """Result of a scheduled fault: injected, or skipped for a reason.
 
     Attributes:
@@ -153,7 +153,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class FaultSkipped(Exception):
-    """A fault that is not injected, with the reason; temporary: as in Outcome."""
+    """A fault that is not injected, with the reason; temporary: as in FaultOutcome."""
 
     def __init__(self, why: str, *, temporary: bool = False) -> None:
         super().__init__(why)
@@ -206,7 +206,7 @@ class Injector:
         """When the next fault must be undone (monotonic seconds); None: there is none."""
         return min((one.due for one in self._undo), default=None)
 
-    def inject(self, fault: ScheduledFault, *, may_retry: bool = False) -> Outcome:
+    def inject(self, fault: ScheduledFault, *, may_retry: bool = False) -> FaultOutcome:
         """Inject a fault, unless the slot has no process or no restart left.
 
         Args:
@@ -222,8 +222,8 @@ class Injector:
             temporary = not self._announced and _is_temporary(error)
             if not (temporary and may_retry):
                 self._events.emit(event, **self._fields(fault, None), why=str(error))
-            return Outcome(fault, str(error) or type(error).__name__, temporary=temporary)
-        return Outcome(fault, pid=pid)
+            return FaultOutcome(fault, str(error) or type(error).__name__, temporary=temporary)
+        return FaultOutcome(fault, pid=pid)
 
     def undo(self, now: float) -> None:
         """End the faults whose time is over."""
@@ -233,7 +233,7 @@ class Injector:
             try:
                 one.work()
             except ProcessLookupError:
-                fields["reason"] = "the process is gone"
+                fields["reason"] = "the process has ended"
             except Exception as error:  # noqa: BLE001 the other faults must still be undone
                 fields["reason"] = f"it could not be undone: {error!r}"
             self._events.emit("fault_ended", **fields)
@@ -253,7 +253,9 @@ class Injector:
         if kind.means == "inside":
             self._inject_inside(fault, kind, slot)
             return slot.pid
-        self._check_local(status, slot)
+        here = status.nodes[0].node if status.nodes else ""
+        if slot.node not in ("", here):
+            raise FaultSkipped(f"it runs on node {slot.node}: signals reach processes of this node only")
         if fault.fault == "kill":
             pidfd = os.pidfd_open(slot.pid)
             try:
@@ -274,11 +276,6 @@ class Injector:
             self._budget.update(event)
         if self._budget.remaining(slot, time.monotonic()) < 1:
             raise FaultSkipped("it has used up its restarts: one more failure would escalate (--beyond-intensity)")
-
-    def _check_local(self, status: RunStatus, slot: SlotStatus) -> None:
-        here = status.nodes[0].node if status.nodes else ""
-        if slot.node not in ("", here):
-            raise FaultSkipped(f"it runs on node {slot.node}: signals reach processes of this node only")
 
     def _inject_inside(self, fault: ScheduledFault, kind: FaultKind, slot: SlotStatus) -> None:
         fault = self._above_memory_limit(fault)
@@ -360,7 +357,7 @@ def _check_belongs_to_run(status: RunStatus, slot: SlotStatus) -> None:
 
 
 async def _overtake(status: RunStatus, slot: SlotStatus) -> int:
-    """Replace a process as the head does when it cannot reach it: issue an epoch, and tell the queue."""
+    """Replace a process as the head does when it cannot reach it: issue an epoch, and report the exit to the queue."""
     addresses = {one.slot: one.address for one in status.slots}
     registry = RpcClient(addresses[REGISTRY], make_hello(status.run_id, Incarnation(CHAOS_SLOT, 0)))
     clients = [registry]
@@ -398,7 +395,7 @@ class ScheduleResult(msgspec.Struct, kw_only=True):
         interrupted: by Ctrl-C.
     """
 
-    outcomes: list[Outcome] = []
+    outcomes: list[FaultOutcome] = []
     not_injected: int = 0
     deferred: int = 0
     run_ended: bool = False
@@ -433,7 +430,7 @@ def run_schedule(
     *,
     recovery_s: float = 60.0,
     defer: bool = False,
-    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+    on_outcome: Callable[[FaultOutcome], None] = lambda outcome: None,
 ) -> ScheduleResult:
     """Carry out a schedule on a live run, until the schedule or the run ends.
 
@@ -485,10 +482,10 @@ def _inject(
     injector: Injector,
     fault: ScheduledFault,
     result: ScheduleResult,
-    on_outcome: Callable[[Outcome], None],
+    on_outcome: Callable[[FaultOutcome], None],
     *,
     may_retry: bool = False,
-) -> Outcome:
+) -> FaultOutcome:
     outcome = injector.inject(fault, may_retry=may_retry)
     if not (outcome.temporary and may_retry):
         result.outcomes.append(outcome)

@@ -130,7 +130,7 @@ def find_recoveries(events: Sequence[Event]) -> list[Recovery]:
         by_slot.setdefault(life.slot, []).append(life)
     waits = _waits(events)
     found: dict[tuple[str, int], Recovery] = {}
-    for event in _injected(events):
+    for event in [e for _, e in injected_faults(events) if e.get("pid")]:
         of_slot = by_slot.get(str(event.get("slot", "")), [])
         place = next((n for n, life in enumerate(of_slot) if life.pid == event.get("pid")), None)
         if place is None:
@@ -156,10 +156,6 @@ def _time_recovery(one: Recovery, after: Sequence[ProcessLife]) -> None:
         if life.first_work is not None:
             one.worked_s = life.first_work - one.at
             return
-
-
-def _injected(events: Sequence[Event]) -> list[Event]:
-    return [e for _, e in injected_faults(events) if e.get("pid")]
 
 
 def injected_faults(events: Sequence[Event]) -> list[tuple[int, Event]]:
@@ -293,7 +289,14 @@ def ettr(steps: Sequence[Record], baseline: Sequence[Record] | None, faults: Seq
         if not undisturbed_s or last <= first:
             return Ettr(why="the baseline run has not made the same steps")
     else:
-        gaps = _undisturbed_gaps(steps, faults)
+        ordered = sorted(steps, key=record_time)
+        gaps = [
+            record_time(b) - record_time(a)
+            for a, b in pairwise(ordered)
+            if b.get("epoch") == a.get("epoch")
+            and b["step"] == a["step"] + 1
+            and not any(begin < record_time(b) and end > record_time(a) for begin, end in faults)
+        ]
         if len(gaps) < MIN_GAPS:
             return Ettr(why=f"only {len(gaps)} undisturbed steps; give an undisturbed run as baseline")
         undisturbed_s = statistics.median(gaps) * (last - first)
@@ -308,14 +311,3 @@ def ettr(steps: Sequence[Record], baseline: Sequence[Record] | None, faults: Seq
         undisturbed_s=undisturbed_s,
         disturbed_s=disturbed_s,
     )
-
-
-def _undisturbed_gaps(steps: Sequence[Record], faults: Sequence[tuple[float, float]]) -> list[float]:
-    ordered = sorted(steps, key=record_time)
-    return [
-        record_time(b) - record_time(a)
-        for a, b in pairwise(ordered)
-        if b.get("epoch") == a.get("epoch")
-        and b["step"] == a["step"] + 1
-        and not any(begin < record_time(b) and end > record_time(a) for begin, end in faults)
-    ]

@@ -20,7 +20,7 @@ from relax_rt.chaos.faults import (
     parse_roles,
     poisson,
 )
-from relax_rt.chaos.injector import Injector, Outcome, RestartBudget, StepFollower, run_schedule, wait_recovered
+from relax_rt.chaos.injector import FaultOutcome, Injector, RestartBudget, StepFollower, run_schedule, wait_recovered
 from relax_rt.chaos.verdict import judge, render
 from relax_rt.cli.app import FAILED, OK, Json, Run
 from relax_rt.cli.display import say, show_json
@@ -119,7 +119,7 @@ def _supervision(run_dir: Path) -> SupervisionTable:
     return SupervisionTable.model_validate((read_json(run_dir / RESOLVED_CONFIG) or {}).get("supervision", {}))
 
 
-def _print_outcome(outcome: Outcome) -> None:
+def _print_outcome(outcome: FaultOutcome) -> None:
     """Print one line for each fault to stderr, apart from the result."""
     fault = outcome.fault
     lasts = f" for {fault.seconds:g} s" if fault.seconds else ""

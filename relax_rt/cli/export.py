@@ -30,6 +30,26 @@ from relax_rt.supervision import control
 from relax_rt.supervision.rundir import read_run
 from relax_rt.transport.rpc.errors import RelaxError
 
+RUN_METRICS = {
+    "run_up": ("gauge", "1 while the run's agent lives."),
+    "run_uptime_seconds": ("gauge", "Age of this start of the run."),
+    "run_step": ("gauge", "Steps done."),
+    "run_steps": ("gauge", "Steps of the whole run."),
+    "run_step_seconds": ("gauge", "Estimated duration of a step."),
+    "run_left_seconds": ("gauge", "Estimated time until the run has ended."),
+    "run_total_seconds": ("gauge", "Estimated duration of this start of the run."),
+}
+SLOT_METRICS = {
+    "slot_ready": ("gauge", "1 while the slot is ready."),
+    "slot_restarts_total": ("counter", "Restarts since the run was started."),
+    "slot_progress_total": ("counter", "Units of work since the slot's process was started."),
+    "slot_epoch": ("gauge", "Epoch of the newest incarnation."),
+    "slot_policy_version": ("gauge", "Policy version of the slot."),
+    "slot_lag": ("gauge", "Publications that the slot is behind."),
+    "slot_staleness": ("gauge", "Largest staleness among the samples of the last step."),
+    "slot_depth": ("gauge", "Work that waits in the slot."),
+}
+"""Metrics of `export --prometheus` by name without the prefix `relax_`: type and help."""
 COPIED_FILES = ("run.json", "config.json", "roles.toml", "summary.json")
 LOG_BYTES = 1 << 20
 MAX_KINDS = 64
@@ -210,41 +230,36 @@ def _csv(header: list[str], records: Iterable[Mapping[str, Any]]) -> Iterator[st
 
 
 def prometheus_text(status: RunStatus, figures: Mapping[str, SlotFigures], estimate: Estimate | None = None) -> str:
-    """The present state of the run in Prometheus' text format, as for a node exporter's textfile collector."""
+    """The current state of the run in Prometheus text format, as for a node exporter's textfile collector."""
     run = {"run": status.name}
-    samples: list[tuple[str, str, str, dict[str, str], float]] = [
-        ("relax_run_up", "gauge", "1 while the run's agent lives.", run, float(not status.ended)),
-        ("relax_run_uptime_seconds", "gauge", "Age of this start of the run.", run, status.uptime_s),
-    ]
+    values: dict[str, float | None] = {"run_up": float(not status.ended), "run_uptime_seconds": status.uptime_s}
     if estimate is not None:
-        times = [
-            ("step", "Steps done.", float(estimate.step)),
-            ("steps", "Steps that the run is to make.", float(estimate.steps)),
-            ("step_seconds", "Estimated duration of a step.", estimate.step_s),
-            ("left_seconds", "Estimated time until the run has ended.", estimate.left_s),
-            ("total_seconds", "Estimated duration of this start of the run.", estimate.total_s(status.uptime_s)),
-        ]
-        samples += [(f"relax_run_{n}", "gauge", text, run, v) for n, text, v in times if v is not None]
+        values |= {"run_step": float(estimate.step), "run_steps": float(estimate.steps)}
+        values |= {"run_step_seconds": estimate.step_s, "run_left_seconds": estimate.left_s}
+        values |= {"run_total_seconds": estimate.total_s(status.uptime_s)}
+    samples = {name: [(run, value)] for name, value in values.items() if value is not None}
     for slot in status.slots:
         labels = {**run, "slot": slot.slot, "role": slot.kind, "node": slot.node}
         known = figures.get(slot.slot, SlotFigures())
-        values: list[tuple[str, str, str, float | None]] = [
-            ("slot_ready", "gauge", "1 while the slot does its work.", float(slot.state == "ready")),
-            ("slot_restarts_total", "counter", "Restarts since the run was started.", slot.restarts),
-            ("slot_progress_total", "counter", "Units of work since its process was started.", slot.progress),
-            ("slot_epoch", "gauge", "Epoch of its newest incarnation.", slot.epoch),
-            ("slot_policy_version", "gauge", "Policy version on it.", known.version),
-            ("slot_lag", "gauge", "Publications it is behind.", known.lag),
-            ("slot_staleness", "gauge", "Largest among the samples of its last step.", known.staleness),
-            ("slot_depth", "gauge", "Work that waits in it.", known.depth),
-        ]
-        samples += [(f"relax_{n}", kind, text, labels, float(v)) for n, kind, text, v in values if v is not None]
+        values = {
+            "slot_ready": float(slot.state == "ready"),
+            "slot_restarts_total": slot.restarts,
+            "slot_progress_total": slot.progress,
+            "slot_epoch": slot.epoch,
+            "slot_policy_version": known.version,
+            "slot_lag": known.lag,
+            "slot_staleness": known.staleness,
+            "slot_depth": known.depth,
+        }
+        for name, value in values.items():
+            if value is not None:
+                samples.setdefault(name, []).append((labels, float(value)))
     lines: list[str] = []
     # The format wants all samples of a name together.
-    for name in dict.fromkeys(sample[0] for sample in samples):
-        members = [sample for sample in samples if sample[0] == name]
-        lines += [f"# HELP {name} {members[0][2]}", f"# TYPE {name} {members[0][1]}"]
-        lines += [f"{name}{{{_labels(labels)}}} {value:g}" for _, _, _, labels, value in members]
+    for name, members in samples.items():
+        kind, text = {**RUN_METRICS, **SLOT_METRICS}[name]
+        lines += [f"# HELP relax_{name} {text}", f"# TYPE relax_{name} {kind}"]
+        lines += [f"relax_{name}{{{_labels(labels)}}} {value:g}" for labels, value in members]
     return "\n".join(lines) + "\n"
 
 

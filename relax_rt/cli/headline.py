@@ -63,7 +63,7 @@ class _Counters:
             points.popleft()
 
     def rate(self, now: float) -> float | None:
-        """Growth a second of the living senders together; None until one has been seen twice."""
+        """Growth a second of all live senders together; None until one has two points."""
         heard = [points for _, points in self._senders.values() if len(points) > 1]
         if not heard:
             return None

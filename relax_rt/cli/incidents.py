@@ -156,7 +156,7 @@ class IncidentTracker:
         if not isinstance(t, int | float):
             return
         at, slot, kind = float(t), str(event.get("slot", "")), str(event.get("kind", ""))
-        self._settle(at)
+        self._settling = [one for one in self._settling if at - (one.ready_at or at) <= SETTLE_S][-MAX_OPEN:]
         match kind:
             case "slot_exited":
                 self._exited(at, slot, event)
@@ -230,9 +230,6 @@ class IncidentTracker:
             one.ready_at = at
             one.incident.away_s = max(0.0, at - one.incident.at)
             self._settling.append(one)
-
-    def _settle(self, at: float) -> None:
-        self._settling = [one for one in self._settling if at - (one.ready_at or at) <= SETTLE_S][-MAX_OPEN:]
 
     def _injected(self, at: float, slot: str, event: dict[str, Any]) -> None:
         if not slot or len(self._faults) >= MAX_OPEN:

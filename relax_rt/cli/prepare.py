@@ -51,7 +51,12 @@ def validate(
 ) -> int:
     """Check a config as a whole."""
     if schema:
-        return _show_schema(config, as_json=json)
+        # Print the config schema of the job that the config names, of the default job without one.
+        run = read_source(config, ())[0].data.get("run") if config.is_file() else None
+        name = run.get("job") if isinstance(run, dict) else None
+        job = load_job(name if isinstance(name, str) else RunTable.model_fields["job"].default)
+        show_json(as_json_schema(job)) if json else say(as_toml(job).rstrip("\n"))
+        return OK
     slow = not quick
     try:
         loaded = load_config(config, overrides or (), inputs=True, preflight=slow, answers=not every, measured=slow)
@@ -90,15 +95,6 @@ def validate(
         roles = ", ".join(f"{kind} x{s.count}" if s.count != 1 else kind for kind, s in loaded.roles.items() if s.count)
         say(f"{config}: ok\n  run directory  {loaded.run.dir}\n  roles          {roles}")
     return BAD_INPUT if wrong else OK
-
-
-def _show_schema(config: Path, *, as_json: bool) -> int:
-    """Print the config schema of the job that the config names, of the default job without one."""
-    run = read_source(config, ())[0].data.get("run") if config.is_file() else None
-    name = run.get("job") if isinstance(run, dict) else None
-    job = load_job(name if isinstance(name, str) else RunTable.model_fields["job"].default)
-    show_json(as_json_schema(job)) if as_json else say(as_toml(job).rstrip("\n"))
-    return OK
 
 
 def sample(

@@ -108,7 +108,7 @@ def slot_figures(status: RunStatus) -> dict[str, SlotFigures]:
     return compute_figures(status, changes, records, newest_records(_metrics(Path(status.run_dir))))
 
 
-class EmptySteps(msgspec.Struct, frozen=True):
+class EmptyStepsReport(msgspec.Struct, frozen=True):
     """The newest steps of a run, which trained nothing: their count, the newest one, and why."""
 
     count: int
@@ -116,12 +116,12 @@ class EmptySteps(msgspec.Struct, frozen=True):
     why: str
 
 
-def empty_steps(run_dir: Path) -> EmptySteps | None:
+def empty_steps(run_dir: Path) -> EmptyStepsReport | None:
     """Return the newest steps if they trained nothing, by the record of the newest one; None if it trained."""
     steps = [record for record in _metrics(run_dir, STEP_LOOK_BACK_BYTES) if record.get("kind") == "step"]
     if not steps or not (why := steps[-1].get("empty_reason")):
         return None
-    return EmptySteps(int(steps[-1].get("empty_steps", 0)), int(steps[-1].get("step", 0)), str(why))
+    return EmptyStepsReport(int(steps[-1].get("empty_steps", 0)), int(steps[-1].get("step", 0)), str(why))
 
 
 def describe_empty_steps(run_dir: Path) -> str:

@@ -118,20 +118,20 @@ def _kind(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _bounds(metadata: list[Any]) -> str:
-    told = []
+    bounds = []
     for one in metadata:
         match one:
             case Gt(gt=limit):
-                told.append(f"above {limit}")
+                bounds.append(f"above {limit}")
             case Ge(ge=limit):
-                told.append(f"at least {limit}")
+                bounds.append(f"at least {limit}")
             case Lt(lt=limit):
-                told.append(f"below {limit}")
+                bounds.append(f"below {limit}")
             case Le(le=limit):
-                told.append(f"at most {limit}")
+                bounds.append(f"at most {limit}")
             case BaseMetadata():
                 pass
-    return ", ".join(told)
+    return ", ".join(bounds)
 
 
 def _model(annotation: Any) -> type[BaseModel] | None:

@@ -347,7 +347,11 @@ class Screen:
         starts: bool = True,
     ) -> None:
         self.console = console or Console()
-        self.live = self.console.is_terminal and not self.console.is_dumb_terminal and self._can_draw()
+        self.live = (
+            self.console.is_terminal
+            and not self.console.is_dumb_terminal
+            and self.console.encoding.lower().startswith("utf")
+        )
         self.view = RunView(Headline(headline, target_steps, pacing=pacing), now, began)
         self._starts = starts
         self._metrics = Tail(run_dir / METRICS, last_bytes=LOOK_BACK_BYTES)
@@ -451,15 +455,12 @@ class Screen:
         try:
             self._draw()
         finally:
-            self._stop_drawing()
-
-    def _stop_drawing(self) -> None:
-        """Restore the cursor."""
-        if self._drawing is not None:
-            try:
-                self._drawing.stop()
-            except (OSError, SystemExit):
-                self._stop_showing()
+            # Restore the cursor.
+            if self._drawing is not None:
+                try:
+                    self._drawing.stop()
+                except (OSError, SystemExit):
+                    self._stop_showing()
 
     def _print(self, lines: Sequence[str]) -> None:
         try:
@@ -473,9 +474,6 @@ class Screen:
         # The reader closed the pipe (`relax-rt up | head`), for which rich raises SystemExit. The run continues.
         self._broken = True
         self.live = False
-
-    def _can_draw(self) -> bool:
-        return self.console.encoding.lower().startswith("utf")
 
 
 class AgentScreen:

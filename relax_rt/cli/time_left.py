@@ -104,22 +104,19 @@ class Estimator:
         """Update from one metrics record; most kinds are ignored."""
         kind, step = str(record.get("kind", "")), record.get(self._key)
         if kind == self._kind and isinstance(step, int):
-            self._update_step(step, record)
+            by, t = str(record.get("by", "")), _seconds(record, "t")
+            m = _seconds(record, "m") if "m" in record else t
+            if by != self._by or step <= self._step or m < self._m:
+                # Another incarnation: the time between is that of a restart, and its first step warms up.
+                self._before_s = self._step_s() if self._by is not None else None
+                self._first_s = self._first_step_s(record)
+                self._measured.clear()
+            else:
+                self._measured.append((step, step - self._step, m - self._m, t))
+            self._by, self._step, self._t, self._m = by, step, t, m
         elif kind in self._pacing.repeated and record.get("when") == "before" and len(self._repeated) < MAX_REPEATED:
             self._repeated[kind, str(record.get("set", ""))] = _seconds(record, "seconds") / self._pacing.contention
             self._evaluated_t = _seconds(record, "t")
-
-    def _update_step(self, step: int, record: dict[str, Any]) -> None:
-        by, t = str(record.get("by", "")), _seconds(record, "t")
-        m = _seconds(record, "m") if "m" in record else t
-        if by != self._by or step <= self._step or m < self._m:
-            # Another incarnation: the time between is that of a restart, and its first step warms up.
-            self._before_s = self._step_s() if self._by is not None else None
-            self._first_s = self._first_step_s(record)
-            self._measured.clear()
-        else:
-            self._measured.append((step, step - self._step, m - self._m, t))
-        self._by, self._step, self._t, self._m = by, step, t, m
 
     def _first_step_s(self, record: dict[str, Any]) -> float | None:
         """Time of a first step: it did not overlap with the production of its input, as later steps do where that is

@@ -36,7 +36,7 @@ class ProcessUsage(msgspec.Struct, frozen=True):
 
     Attributes:
         pid: of the process; cpu_s: processor time of all of them since they began.
-        rss, own: resident bytes, and those of them that are shared with nobody (no shared memory, no file).
+        rss, own: resident bytes, and those of them that are private (no shared memory, no file).
     """
 
     pid: int

@@ -16,7 +16,7 @@ from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 LISTEN: KeyPath = ("supervision", "nodes", "listen")
 LOCK = "lock"
-"""In the run directory, locked as long as its run lives."""
+"""In the run directory, locked as long as its run is live."""
 
 
 def check_runtime(config: RunConfig, *, here: bool = True) -> list[Problem]:
@@ -59,19 +59,19 @@ def check_listen(listen: str) -> str:
 
     Raises:
         AddressError: it is none.
-        Refused: it is every address of this machine: roles tell others where they listen, so it must be one of them.
+        Refused: it is a wildcard address: roles advertise their address to other nodes, so it must be a specific one.
     """
     address = parse_address(listen if "://" in listen else f"tcp://{listen}")
     if address.scheme != "tcp":
         raise Refused(f"listening on {listen}", why="other nodes come by tcp", hint="use HOST:PORT")
     if address.host in ("*", "0.0.0.0", "::"):
-        why = "roles tell other nodes where they listen, so it must be one address that these reach"
+        why = "roles advertise their address to other nodes, so it must be one that these reach"
         raise Refused(f"listening on {listen}", why=why, hint="use the address of the network between the nodes")
     return str(address)
 
 
 def _check_listener(config: RunConfig) -> list[Problem]:
-    """Report why the head cannot listen on this machine; tried for real, unless a living run may listen there."""
+    """Report why the head cannot listen on this machine; tried for real, unless a live run may listen there."""
     listen = config.supervision.nodes.listen
     if not listen:
         return []

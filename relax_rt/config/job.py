@@ -61,13 +61,13 @@ class Column(msgspec.Struct, frozen=True):
     Attributes:
         kind: the `kind` of the metrics record it is taken from, ``step``.
         key: the record's key: a number, or a list of numbers.
-        title: heading; empty: it is only told of in lines.
+        title: heading; empty: only lines show it.
         form: format specification for the value, ``.3f``.
         aggregate: ``last`` the newest record's value; ``mean_max`` mean and maximum of its list; ``rate`` of a counter
-            that each sender keeps: its growth a second over the last 20 s, of all living senders together.
+            that each sender keeps: its growth a second over the last 20 s, of all live senders together.
         of: a second key of the same record, shown after a slash (``outstanding`` of ``bound``).
         spark: draw the last 40 values.
-        line: template of the whole line that tells of each record as it comes, ``held out {when}: {exact:.3f}``, if
+        line: template of the line that is printed for each record as it comes, ``held out {when}: {exact:.3f}``, if
             the record has the key; without it the column stands in the line that is printed for each step.
     """
 

@@ -20,7 +20,7 @@ from relax_rt.config.problems import ConfigErrors, KeyPath, Problem, did_you_mea
 from relax_rt.config.schema import RoleSettings, RunConfig, SupervisionTable
 from relax_rt.config.source import ConfigSource, read_source
 from relax_rt.config.target import TargetError, absolute_target, load_target
-from relax_rt.config.validation import certain, in_doubt, repair, validate
+from relax_rt.config.validation import independent_of, repair, unknown_values, validate
 from relax_rt.transport.rpc.errors import RelaxError
 
 S = TypeVar("S", bound=RoleSettings)
@@ -57,13 +57,13 @@ def load_config(
     Args:
         path: a roles.toml.
         overrides: ``a.b=value`` each; the value is read as TOML, else as a string.
-        inputs: also look whether the models, data and user code that it names are there.
+        inputs: also check that the models, data and user code that it names exist.
         preflight: with `inputs`, and then the slow stage, see `preflight_config`.
         answers: whether the slow stage scores some right answers of the data; False: the caller scores all of them.
         measured: the job may time this machine for the settings that it chooses, which imports torch; otherwise it
             answers from what is known, perhaps with other settings than a run would have.
         inventory: the run is planned for these machines, not started here: it must fit on them, and what this
-            machine and this version lack is no problem.
+            machine and this version lack is not reported.
 
     Returns:
         The job's config type, with `roles` holding one settings object for each role of the run and paths to the
@@ -130,20 +130,20 @@ def _quick(
     if runtime is not None and directory is not None:
         run = runtime.run.model_copy(update={"dir": directory})
         runtime = runtime.model_copy(update={"run": run, "roles": roles, "config_dir": str(config_dir)})
-        # Also when single keys are wrong: what does not rest on them is certain.
+        # Also when single keys are wrong: checks that do not depend on them are reported too.
         across = check_runtime(runtime, here=inventory is None)
         if job is not None and isinstance(runtime, model):
             guessed, found = _chosen(job, runtime, config_dir, inventory, measured=False)
             across += found
             if inputs:
-                told = {problem.path for problem in [*problems, *across]}
-                across += [one for one in job.missing_inputs(runtime, config_dir) if one.path not in told]
+                reported = {problem.path for problem in [*problems, *across]}
+                across += [one for one in job.missing_inputs(runtime, config_dir) if one.path not in reported]
             if problems or across or not measured:
                 # Nothing is measured for a config that is refused anyway: it takes the time of importing torch.
                 runtime = guessed
             else:
                 runtime, across = _chosen(job, runtime, config_dir, inventory, measured=True)
-        problems += certain(across, in_doubt(problems))
+        problems += independent_of(across, unknown_values(problems))
     if problems or runtime is None:
         raise ConfigErrors(str(path), _placed(source, problems))
     return runtime
@@ -176,7 +176,7 @@ def read_resolved(path: Path) -> RunConfig:
     """Read what write_resolved wrote. Tables of roles other than the job's stay plain: `role_settings` types them.
 
     Raises:
-        RelaxError: the file is not there or was not written by this version.
+        RelaxError: the file does not exist or was not written by this version.
         TargetError: the user's role that stands for one of the job's cannot be imported.
     """
     try:

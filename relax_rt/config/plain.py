@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from relax_rt.config.job import Job, PlanLine
 from relax_rt.config.problems import Problem
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy
-
-if TYPE_CHECKING:
-    from relax_rt.transport.queue.ledger.policy import LedgerPolicy
 
 
 class PlainJob(Job):
@@ -28,5 +25,4 @@ class PlainJob(Job):
 
     def ledger_policy(self, config: Any) -> LedgerPolicy:
         """The queue of a plain run holds single samples, for one task."""
-
         return LedgerPolicy(group_size=1, prompts_per_step=1, max_staleness=0, tasks={"train": ()})

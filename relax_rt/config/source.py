@@ -337,33 +337,27 @@ class _Scanner:
         # Recorded before its parts, so that a parent comes before its children.
         self.spans[path] = KeySpan(key, (start, start))
         if first == "[":
-            self._array(path)
+            self.at += 1
+            index = 0
+            self._skip(_BLANK)
+            while self.text[self.at] != "]":
+                self._value((*path, index), (0, 0))
+                index += 1
+                self._separator()
+            self.at += 1
         elif first == "{":
-            self._inline_table(path)
+            self.at += 1
+            self._skip(_BLANK)
+            while self.text[self.at] != "}":
+                self._pair(path)
+                self._separator()
+            self.at += 1
         elif first in ('"', "'"):
             self.at = next(match.end() for p in _STRINGS if (match := p.match(self.text, start)))
         else:
             self._skip(_SCALAR)
             self.at = start + len(self.text[start : self.at].rstrip())
         self.spans[path] = KeySpan(key, (start, self.at))
-
-    def _array(self, path: KeyPath) -> None:
-        self.at += 1
-        index = 0
-        self._skip(_BLANK)
-        while self.text[self.at] != "]":
-            self._value((*path, index), (0, 0))
-            index += 1
-            self._separator()
-        self.at += 1
-
-    def _inline_table(self, path: KeyPath) -> None:
-        self.at += 1
-        self._skip(_BLANK)
-        while self.text[self.at] != "}":
-            self._pair(path)
-            self._separator()
-        self.at += 1
 
     def _separator(self) -> None:
         self._skip(_BLANK)

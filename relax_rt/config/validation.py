@@ -1,7 +1,7 @@
 """From plain data to typed tables: pydantic's findings as problems, and what can still be checked beside them.
 
 A config with wrong keys is repaired as far as it goes (`repair`), so that the checks across keys run in the same go;
-what they say about a key that is wrong itself is left out (`certain`).
+problems that they report about a key that is wrong itself are dropped (`independent_of`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from relax_rt.config.schema import Table
 M = TypeVar("M", bound=BaseModel)
 
 MISSING = ("missing table ", "missing key ")
-STAND_IN = "missing"
-"""Value of a key that is missing, so that the others can be checked: nothing is said that rests on it."""
+PLACEHOLDER = "missing"
+"""Placeholder for a missing key, so that the others can be checked; problems that depend on it are dropped."""
 ROUNDS = 3
 
 _KINDS = {
@@ -224,8 +224,7 @@ def _lower(text: str) -> str:
 
 
 def repair(model: type[M], data: Any, problems: Sequence[Problem], at: KeyPath = ()) -> M | None:
-    """Return the model from the data without the keys that have problems, with stand-ins for missing keys; None if the
-    rest does not make one.
+    """Return the model without the wrong keys and with placeholders for missing ones; None if there is no such model.
 
     Args:
         problems: what `validate` found, with paths from the config's root.
@@ -243,17 +242,17 @@ def repair(model: type[M], data: Any, problems: Sequence[Problem], at: KeyPath =
     return None
 
 
-def in_doubt(problems: Iterable[Problem]) -> set[KeyPath]:
+def unknown_values(problems: Iterable[Problem]) -> set[KeyPath]:
     """Return the keys whose values are unknown because of these problems; an unknown key itself leaves none."""
     return {p.path for p in problems if p.path and (p.at == "value" or p.message.startswith(MISSING))}
 
 
-def certain(problems: Iterable[Problem], doubtful: Collection[KeyPath]) -> list[Problem]:
-    """Return the findings across keys that depend on no key in doubt: they neither stand at it nor name it."""
-    return [problem for problem in problems if not any(_rests_on(problem, path) for path in doubtful)]
+def independent_of(problems: Iterable[Problem], unknown: Collection[KeyPath]) -> list[Problem]:
+    """Return the findings across keys that depend on no unknown key: they neither stand at it nor name it."""
+    return [problem for problem in problems if not any(_depends_on(problem, path) for path in unknown)]
 
 
-def _rests_on(problem: Problem, path: KeyPath) -> bool:
+def _depends_on(problem: Problem, path: KeyPath) -> bool:
     shorter = min(len(problem.path), len(path))
     if shorter and problem.path[:shorter] == path[:shorter]:
         return True
@@ -267,11 +266,11 @@ def _rests_on(problem: Problem, path: KeyPath) -> bool:
 
 
 def _fill(data: Any, path: KeyPath, problem: Problem) -> None:
-    """Put a stand-in for what is missing."""
+    """Put a placeholder for a missing key."""
     for name in path[:-1]:
         data = data.get(name) if isinstance(data, dict) else None
     if isinstance(data, dict):
-        data[path[-1]] = {} if problem.message.startswith(MISSING[0]) else STAND_IN
+        data[path[-1]] = {} if problem.message.startswith(MISSING[0]) else PLACEHOLDER
 
 
 def _drop(data: Any, path: KeyPath) -> None:

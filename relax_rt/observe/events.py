@@ -78,7 +78,7 @@ class Appender:
             if self._fd < 0:
                 self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 self._inode = os.fstat(self._fd).st_ino
-            # A reader's lock that keeps us out is on a closed segment. The path is looked at behind the lock.
+            # A reader's lock that excludes us is on a closed segment. The path is checked after the lock was taken.
             locked = _lock(self._fd, fcntl.LOCK_SH) is not False
             try:
                 if locked and self.path.stat().st_ino == self._inode:
@@ -186,7 +186,7 @@ def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
         if all(path.name in seen for path in segments(directory)):
             yield from _read_lines(current)
             return
-        # What was the current file when the segments were listed is one of them by now.
+        # The file was renamed after the segments were listed: list them again.
         if current is not None:
             current.close()
 
@@ -202,12 +202,12 @@ def _read_lines(file: BinaryIO | None) -> Iterator[dict[str, Any]]:
     if file is None:
         return
     with file:
-        passing_over = False
+        skipping = False
         while line := file.readline(READ_BYTES):
             whole = line.endswith(b"\n")
-            event = None if passing_over else parse_line(line)
-            # What is longer than any event, as a block of zeros after a crash of the host, is no line to be kept whole.
-            passing_over = not whole and len(line) == READ_BYTES
+            event = None if skipping else parse_line(line)
+            # A line longer than any event (a block of zeros after a crash of the host) is skipped in parts.
+            skipping = not whole and len(line) == READ_BYTES
             if event is not None:
                 yield event
 
@@ -237,7 +237,7 @@ class EventFollower:
         self._finished: set[str] = set()
 
     def poll(self) -> list[dict[str, Any]]:
-        """Events written since the last poll; of very many the oldest, and the next poll goes on."""
+        """Events written since the last poll; if there are very many, the oldest of them."""
         found: list[dict[str, Any]] = []
         closed = {path.name for path in segments(self._directory)}
         left = POLL_BYTES

@@ -18,7 +18,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class ReportedLoss(Loss, frozen=True, kw_only=True):
-    """Samples lost for one cause, as last reported: every few seconds while the run lives, and when the queue ends.
+    """Samples lost for one cause, as last reported: every few seconds while the run is live, and when the queue ends.
 
     Attributes:
         hint: the setting that helps.
@@ -61,7 +61,16 @@ class Losses:
                 self._begin()
             case "members_lost":
                 if (loss := _read(event, ReportedLoss)) is not None:
-                    self._update_loss((loss.task, str(event.get("gist", ""))), loss)
+                    # Keep the newest report of a cause. A count below the last one is a new count: the queue had
+                    # dropped the cause to make room for another.
+                    key = (loss.task, str(event.get("gist", "")))
+                    before = self._newest.get(key)
+                    if before is not None and loss.members < before.members:
+                        _add(self._ended, key, before)
+                    self._newest[key] = loss
+                    if len(self._newest) > MAX_CAUSES:
+                        rarest = _rarest(self._newest, other_than=key)
+                        _add(self._ended, (rarest[0], OTHERS), _without_details(self._newest.pop(rarest)))
             case "item_retired":
                 if (item := _read(event, Retired)) is not None:
                     self._retired[item.item] = item
@@ -70,17 +79,6 @@ class Losses:
             case "reward_worker_lost":
                 self.killed_workers += 1
                 self.killed_because = str(event.get("reason", ""))
-
-    def _update_loss(self, key: tuple[str, str], loss: ReportedLoss) -> None:
-        """Keep the newest report of a cause. A count below the last one is a new count: the queue had dropped the
-        cause to make room for another."""
-        before = self._newest.get(key)
-        if before is not None and loss.members < before.members:
-            _add(self._ended, key, before)
-        self._newest[key] = loss
-        if len(self._newest) > MAX_CAUSES:
-            rarest = _rarest(self._newest, other_than=key)
-            _add(self._ended, (rarest[0], OTHERS), _without_details(self._newest.pop(rarest)))
 
     @property
     def workers(self) -> str:

@@ -93,7 +93,7 @@ class Tail:
         self._at = 0
         self._start = start
         self._rest = b""
-        self._passing_over = False
+        self._skipping = False
 
     @property
     def position(self) -> int:
@@ -116,7 +116,7 @@ class Tail:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
-        self._rest, self._passing_over = b"", False
+        self._rest, self._skipping = b"", False
 
     def _open(self) -> bool:
         try:
@@ -128,15 +128,15 @@ class Tail:
         self._inode, self._at = stat.st_ino, self._start if self._start <= stat.st_size else 0
         self._start = 0
         if self._last_bytes is not None and stat.st_size > self._last_bytes:
-            # One byte earlier: the first line is whole only if a newline stands before it.
+            # One byte earlier: the first line is complete only if a newline precedes it.
             self._at = stat.st_size - self._last_bytes - 1
-            self._passing_over = True
+            self._skipping = True
         self._last_bytes = None
         return True
 
     def _read(self) -> bytes:
         if os.fstat(self._fd).st_size < self._at:
-            self._at, self._rest, self._passing_over = 0, b"", False
+            self._at, self._rest, self._skipping = 0, b"", False
         data = os.pread(self._fd, self._read_bytes, self._at)
         self._at += len(data)
         return data
@@ -148,14 +148,14 @@ class Tail:
             return False
 
     def _records(self, data: bytes) -> list[dict[str, Any]]:
-        if self._passing_over:
+        if self._skipping:
             _, newline, data = data.partition(b"\n")
             if not newline:
                 return []
-            self._passing_over = False
+            self._skipping = False
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > self._line_bytes:
-            self._rest, self._passing_over = b"", True
+            self._rest, self._skipping = b"", True
             self.skipped += 1
         found = []
         for line in lines:

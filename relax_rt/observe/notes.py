@@ -129,7 +129,12 @@ class EventNotes:
             case "slot_exited":
                 return self._exited(at, slot, event)
             case "slot_ready":
-                return self._ready(at, slot)
+                since = self._down.pop(slot, None)
+                return (
+                    Note(at, "good", f"{slot} is back after {duration(max(0.0, at - since))}")
+                    if since is not None
+                    else None
+                )
             case "slot_restart_requested":
                 self._mark_down(slot, at)
             case "run_draining":
@@ -161,10 +166,6 @@ class EventNotes:
             return None
         self._mark_down(slot, at)
         return Note(at, "error", clip(f"{slot} died ({kind}): {diagnosis.get('cause', '')}", NOTE_WIDTH))
-
-    def _ready(self, at: float, slot: str) -> Note | None:
-        since = self._down.pop(slot, None)
-        return Note(at, "good", f"{slot} is back after {duration(max(0.0, at - since))}") if since is not None else None
 
     def _mark_down(self, slot: str, at: float) -> None:
         # The first death of a series counts: the slot is away until it is ready again.

@@ -47,17 +47,17 @@ class Trace:
             if isinstance(t, int | float) and math.isfinite(t):
                 self._last = max(self._last, float(t))
                 self._event(float(t), str(event.get("kind", "")), event)
-                yield from self._take()
+                yield from self._pop_records()
         for record in metrics:
             t = record.get("t")
             if isinstance(t, int | float) and math.isfinite(t):
                 self._metric(float(t), str(record.get("kind", "")), record)
-                yield from self._take()
+                yield from self._pop_records()
         for slot in list(self._open):
             self._close(slot, self._last, {"ended": "not in the log"})
-        yield from self._take()
+        yield from self._pop_records()
 
-    def _take(self) -> list[Record]:
+    def _pop_records(self) -> list[Record]:
         fresh, self._fresh = self._fresh, []
         return fresh
 
@@ -76,34 +76,31 @@ class Trace:
             case "slot_recovered":
                 self._begin(slot, "ready", t, {"epoch": event.get("epoch")})
             case "slot_exited":
-                self._exited(slot, t, event)
+                diagnosis = event.get("diagnosis")
+                diagnosis = diagnosis if isinstance(diagnosis, dict) else {}
+                why = f"{diagnosis.get('kind', 'unknown')}: {diagnosis.get('cause', '')}"
+                self._close(slot, t, {"ended": clip(why, 200)})
+                if diagnosis.get("kind") != "clean":
+                    self._instant(
+                        slot,
+                        f"died ({diagnosis.get('kind', 'unknown')})",
+                        t,
+                        {"cause": str(diagnosis.get("cause", ""))},
+                    )
             case "slot_restarting":
                 self._begin(slot, "back-off", t, _plain(event))
             case "fault_injected":
-                self._fault(slot, t, event)
+                seconds = event.get("seconds")
+                track = f"{slot} faults" if slot else RUN
+                if isinstance(seconds, int | float) and seconds > 0:
+                    self._span(track, f"fault: {event.get('name')}", t + seconds, seconds, _plain(event))
+                self._instant(slot or RUN, f"fault: {event.get('name')}", t, _plain(event), scope="p")
             case "checkpoint":
                 self._span(
                     f"{slot} checkpoints", str(event.get("folder", kind)), t, event.get("seconds"), _plain(event)
                 )
             case _ if kind not in QUIET:
                 self._instant(slot or RUN, kind, t, _plain(event))
-
-    def _exited(self, slot: str, t: float, event: Record) -> None:
-        diagnosis = event.get("diagnosis")
-        diagnosis = diagnosis if isinstance(diagnosis, dict) else {}
-        why = f"{diagnosis.get('kind', 'unknown')}: {diagnosis.get('cause', '')}"
-        self._close(slot, t, {"ended": clip(why, 200)})
-        if diagnosis.get("kind") != "clean":
-            self._instant(
-                slot, f"died ({diagnosis.get('kind', 'unknown')})", t, {"cause": str(diagnosis.get("cause", ""))}
-            )
-
-    def _fault(self, slot: str, t: float, event: Record) -> None:
-        seconds = event.get("seconds")
-        track = f"{slot} faults" if slot else RUN
-        if isinstance(seconds, int | float) and seconds > 0:
-            self._span(track, f"fault: {event.get('name')}", t + seconds, seconds, _plain(event))
-        self._instant(slot or RUN, f"fault: {event.get('name')}", t, _plain(event), scope="p")
 
     def _metric(self, t: float, kind: str, record: Record) -> None:
         who = _sender(record)
@@ -117,8 +114,8 @@ class Trace:
                 self._span(f"{who} steps", part.removesuffix("_s"), end, seconds, {"step": record.get("step")})
                 end -= seconds
         elif kind == "evaluation":
-            told = {key: record.get(key) for key in ("when", "step", "version", "exact")}
-            self._span(f"{who} evaluations", f"evaluation {record.get('when', '')}", t, record.get("seconds"), told)
+            details = {key: record.get(key) for key in ("when", "step", "version", "exact")}
+            self._span(f"{who} evaluations", f"evaluation {record.get('when', '')}", t, record.get("seconds"), details)
         for key in COUNTERS.get(kind, ()):
             value = record.get(key)
             if isinstance(value, int | float) and math.isfinite(value):

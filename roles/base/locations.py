@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.settings import ModelTable
 from relax_rt.transport.weights.manifest import STAGE_DIR
-
-if TYPE_CHECKING:
-    pass
-
 
 MODEL_CODE = ("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3")
 """Code of the models that the examples train: transformers imports it only when such a model is made."""

@@ -25,10 +25,10 @@ class NoProgress(GivenUp):
 
 async def without_retired(queue: QueueClient, tickets: list[Ticket], item: Callable[[Ticket], str]) -> list[Ticket]:
     """Return the tickets whose items are not retired; skip the others."""
-    gone = [ticket.group for ticket in tickets if queue.retired and item(ticket) in queue.retired]
-    if gone:
-        await queue.skip_groups(gone)
-    return [ticket for ticket in tickets if ticket.group not in gone]
+    retired = [ticket.group for ticket in tickets if queue.retired and item(ticket) in queue.retired]
+    if retired:
+        await queue.skip_groups(retired)
+    return [ticket for ticket in tickets if ticket.group not in retired]
 
 
 def no_progress(config: RunConfig, report: ProgressReport) -> NoProgress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -17,7 +18,9 @@ from relax_rt.transport.rpc.errors import DeadlineExceeded, Unreachable
 
 S = TypeVar("S", bound=RoleSettings)
 T = TypeVar("T", bound=Table)
+R = TypeVar("R")
 
+PEER_WAIT_S = 600.0
 TAKE_WAIT_S = 30.0
 FINAL_POLL_S = 0.2
 
@@ -144,3 +147,21 @@ class RLRole(Role, Generic[S]):
 
     async def teardown(self) -> None:
         await self.resources.aclose()
+
+
+async def wait_for_peer(ctx: RoleContext, call: Callable[[], Awaitable[R]], name: str = "the registry") -> R:
+    """Repeat a call until the peer answers it, at most PEER_WAIT_S; the wait is visible in the role's progress.
+
+    The absence of the registry or the queue must not cost the step that was just taken.
+    """
+    deadline = time.monotonic() + PEER_WAIT_S
+    while True:
+        try:
+            answer = await call()
+        except (Unreachable, DeadlineExceeded) as error:
+            if time.monotonic() > deadline:
+                raise
+            ctx.progress.waiting(f"{name}: {error}")
+            continue
+        ctx.progress.waiting("")
+        return answer

@@ -35,7 +35,7 @@ class SampleMeta(msgspec.Struct, frozen=True, kw_only=True):
         prompt: index in the run's prompt order. item: stable id of the data item (hash of the canonical question).
         split: train or held_out.
         finish_reason: one of FINISH_REASONS; truncated is True when the length limit cut it.
-        sampling: temperature, max_new_tokens, seed and whatever else the engine was told.
+        sampling: temperature, max_new_tokens, seed and other options of the engine.
         tokenizer_digest, template_digest: what turned text into tokens.
         media: what is among the tokens besides text: kind, digest, and the tokens [start, end) that stand for it.
         engine: slot and epoch of the engine that finished it, or of who played it.

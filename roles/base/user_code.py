@@ -1,4 +1,4 @@
-"""Lines of users' code, for errors: what a traceback or a stack says, told from the user's side."""
+"""Finds the line of the user's own code in a traceback or a stack, for errors."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ from relax_rt.roles.training.algorithms.registry import BoundPart, Kind, bind, p
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.settings import CriticSettings
 
-BESIDE = {"reference": "log-probabilities of a reference policy or teacher", "values": "the values of a critic"}
+NEEDED_DATA = {"reference": "log-probabilities of a reference policy or teacher", "values": "the values of a critic"}
 CALLS_S = 30.0
 """Time of all calls of a dry run of the user's own parts, together."""
-ROLE = {"reference": "reference", "values": "critic"}
+ROLE_OF_NEED = {"reference": "reference", "values": "critic"}
 
 
 def check_algorithm(config: RunConfig) -> Iterator[Problem]:
@@ -104,9 +104,11 @@ def _updates(config: RunConfig, parts: ObjectiveParts) -> Iterator[Problem]:
 def _columns(config: RunConfig, parts: ObjectiveParts) -> Iterator[Problem]:
     """Report columns that need a role which is not there."""
     for part in parts.all():
-        for need in sorted(part.needs & ROLE.keys()):
-            if (role := ROLE[need]) not in config.roles:
-                message = f"{part.part.kind} '{part.part.name}' needs {BESIDE[need]}, and the run has no {role} role"
+        for need in sorted(part.needs & ROLE_OF_NEED.keys()):
+            if (role := ROLE_OF_NEED[need]) not in config.roles:
+                message = (
+                    f"{part.part.kind} '{part.part.name}' needs {NEEDED_DATA[need]}, and the run has no {role} role"
+                )
                 yield Problem(part.place, message, f"add [roles.{role}], or use another {part.part.kind}")
 
 
@@ -183,8 +185,8 @@ def _judgement(parts: ObjectiveParts) -> Iterator[Problem]:
         yield Problem(parts.advantage.place, message, 'as "grpo", "rloo" or "gae"')
 
 
-OF: dict[str, Kind] = {"clip_low": "loss", "clip_high": "loss", "normalise_std": "advantage"}
-"""Whose option a key of [algorithm] is first of all."""
+OPTION_OF: dict[str, Kind] = {"clip_low": "loss", "clip_high": "loss", "normalise_std": "advantage"}
+"""Kind of the part whose option a key of [algorithm] is first."""
 BOUNDS = ("clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative")
 """Options of losses that act where the ratio is not 1."""
 SEVERAL = "set updates_per_step to 2 or more"
@@ -209,10 +211,10 @@ def _dropped(table: AlgorithmTable, found: ObjectiveParts) -> Iterator[Problem]:
             continue
         having = [one for one in found.all() if key in one.part.options.model_fields]
         if not having:
-            one = found.loss if OF[key] == "loss" else found.advantage
+            one = found.loss if OPTION_OF[key] == "loss" else found.advantage
             message = f"{key} has no effect: {one.part.kind} '{one.part.name}' has no such option"
-            others = [name for name, part in parts(OF[key]).items() if key in part.options.model_fields]
-            yield _idle(key, message, f"use {OF[key]} {', '.join(others)}")
+            others = [name for name, part in parts(OPTION_OF[key]).items() if key in part.options.model_fields]
+            yield _idle(key, message, f"use {OPTION_OF[key]} {', '.join(others)}")
         elif all(key in _keys_of(table, one) for one in having):
             one = having[0]
             message = f"{key} has no effect: {one.part.kind} '{one.part.name}' has its own in its table"
@@ -304,7 +306,7 @@ def check_own_parts(config: RunConfig, *, calls_s: float = CALLS_S) -> list[Prob
     )
     parts = read_parts(table, base=base, longest=longest)
     if isinstance(parts, list) or not any(part.target for part in parts.all()):
-        # What is wrong with how they are named is told already.
+        # Wrong names are reported by check_algorithm.
         return []
     needs = frozenset[str]().union(*(part.needs for part in parts.all()))
     turns = "env" in config.roles or bool(needs & {"turn_rewards", "turn_states"})
@@ -314,9 +316,12 @@ def check_own_parts(config: RunConfig, *, calls_s: float = CALLS_S) -> list[Prob
     if found is None:
         return []
     if not found.returned and _trains_on_gpu(config):
-        say(f"warning: your parts of [algorithm] are not tried, as the trainer has a GPU: on the CPU, {found.message}")
+        say(
+            "warning: your parts of [algorithm] were not checked, as the trainer has a GPU. On the CPU: "
+            f"{found.message}"
+        )
         return []
-    return [Problem(found.place, found.message, "mend it there")]
+    return [Problem(found.place, found.message, "fix it there")]
 
 
 def _trains_on_gpu(config: RunConfig) -> bool:

@@ -82,7 +82,6 @@ def preflight_cold_start(
     Args:
         context: positions that the model has, if it says so.
     """
-
     table = config.table(ColdStartTable)
     if not table.wanted:
         return

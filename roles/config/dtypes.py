@@ -101,13 +101,12 @@ class _Device:
 
     def _on_gpu(self, table: Computing) -> bool:
         """Whether the role's slots compute on a GPU, which may be on another node."""
-        if getattr(table, "device", "auto") == "cpu" or (not table.gpus and not _served_on_gpu(table)):
+        if getattr(table, "device", "auto") == "cpu" or (
+            not table.gpus
+            and not (isinstance(table, EngineSettings) and table.engine == "sglang" and table.sglang.device != "cpu")
+        ):
             return False
         return bool(count_gpus() or self._config.supervision.nodes.listen)
-
-
-def _served_on_gpu(table: Computing) -> bool:
-    return isinstance(table, EngineSettings) and table.engine == "sglang" and table.sglang.device != "cpu"
 
 
 def _published_first(config: RunConfig) -> Iterator[tuple[str, Computing]]:

@@ -1,4 +1,4 @@
-"""What engines are asked for in vain, and what keeps them and a trainer from having a device in turns."""
+"""Checks of engine settings without effect, and of algorithm.mode: engines and trainer that share a device."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def check_mode(config: RunConfig) -> Iterator[Problem]:
     if table.mode == "hybrid" and table.max_staleness < 1:
         message = f'mode = "hybrid" with {named}: nothing may be in flight when the trainer has the device'
         yield Problem(place, message, 'set max_staleness = 1 or more, or mode = "colocate"')
-    yield from _ways(config)
-    yield from _places(config)
+    yield from _mode_conflicts(config)
+    yield from _shared_device(config)
 
 
-def _ways(config: RunConfig) -> Iterator[Problem]:
+def _mode_conflicts(config: RunConfig) -> Iterator[Problem]:
     algorithm = config.table(AlgorithmTable)
     mode = algorithm.mode
     if config.table(PublicationTable).carrier == "collective":
@@ -80,7 +80,7 @@ def _ways(config: RunConfig) -> Iterator[Problem]:
     if isinstance(rollout, RolloutSettings) and rollout.engine == "sglang" and limit_s < _slowest(rollout):
         message = (
             f"give_way_s = {limit_s:g} is below roles.rollout.sglang.update_timeout_s = {_slowest(rollout):g}: "
-            "a server that is merely slow would be given up"
+            "a server that is only slow would be given up"
         )
         yield Problem(("colocation", "give_way_s"), message, "raise it")
 
@@ -89,7 +89,7 @@ def _slowest(rollout: RolloutSettings) -> float:
     return rollout.sglang.update_timeout_s
 
 
-def _places(config: RunConfig) -> Iterator[Problem]:
+def _shared_device(config: RunConfig) -> Iterator[Problem]:
     """Whether the placement puts rollouts and trainer on one device: whole GPUs are given to one slot alone."""
     trainer, rollout = config.roles.get("trainer"), config.roles.get("rollout")
     if not isinstance(trainer, ShardedSettings) or not isinstance(rollout, EngineSettings):
@@ -108,7 +108,7 @@ def _places(config: RunConfig) -> Iterator[Problem]:
         yield Problem(("roles", "rollout", "gpus"), message, f"give both shares of one, {example}")
     elif trainer.gpus >= 1 or rollout.gpus >= 1:
         kind = "trainer" if trainer.gpus >= 1 else "rollout"
-        message = f"{mode}: whole GPUs are nobody else's, so that engines and trainer would be on different ones"
+        message = f"{mode}: whole GPUs are not shared, so that engines and trainer would be on different ones"
         yield Problem(("roles", kind, "gpus"), message, f"give shares of one GPU, {example}")
     elif shares > 1:
         message = (

@@ -86,7 +86,6 @@ def preflight_evaluation(
     Args:
         context: positions that the model has, if it says so.
     """
-
     named = {spec.name: spec for spec in set_specs(config)}
     for index, one in enumerate(config.table(EvaluationTable).sets):
         place = (*PLACE, "sets", index)

@@ -35,7 +35,9 @@ def missing_inputs(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
         config_dir: what relative paths are relative to.
     """
     for path, text in _texts(config, ()):
-        if path in MODELS and not _own_role(config, path):
+        if path in MODELS and not (
+            path[0] == "roles" and getattr(config.roles[str(path[1])], "target", None) is not None
+        ):
             yield from _model(path, text, config_dir)
         elif path[0] in DATA and path[-1] == "path" and not {"options", "columns"} & set(path):
             yield from _data(path, text, config_dir)
@@ -48,11 +50,6 @@ def missing_inputs(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
             key = (*at, *fault.key)
             what = f"{dotted(key)} = {table.task!r}" if fault.key == ("task",) else dotted(key)
             yield Problem(key, f"{what}: {fault.why}", fault.hint, at="value" if fault.key == ("task",) else "key")
-
-
-def _own_role(config: RLConfig, path: KeyPath) -> bool:
-    """Whether the key belongs to a user's own role, whose settings are not known here."""
-    return path[0] == "roles" and getattr(config.roles[str(path[1])], "target", None) is not None
 
 
 def _texts(value: Any, at: KeyPath) -> Iterator[tuple[KeyPath, str]]:

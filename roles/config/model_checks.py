@@ -29,13 +29,13 @@ TOKEN_BYTES = 8
 """Bytes of a token and its log-probability in the journal."""
 EPISODE_TOKEN_BYTES = 64
 """Most bytes of a token in the message of an episode from a gateway, besides its routing row."""
-MUCH_MEMORY = 2 << 30
+WARN_MEMORY = 2 << 30
 """Warn above this many bytes of routing rows in one process."""
-BLIND = {
+TEXT_ONLY_ROLES = {
     "reference": "the reference would compute log-probabilities without the images",
-    "critic": "the critic would value what it does not see",
+    "critic": "the critic would compute values without the images",
 }
-"""Roles that compute with samples' tokens alone."""
+"""Roles that compute with the tokens of samples only."""
 
 
 def check_engine_model(config: RLConfig, folder: Path) -> Iterator[Problem]:
@@ -78,7 +78,7 @@ def _messages(config: RLConfig, shape: RoutingShape) -> Iterator[Problem]:
     if config.sampling.max_new_tokens * shape.row_bytes > MAX_ROW_BYTES:
         most = MAX_ROW_BYTES // shape.row_bytes
         message = (
-            f"routing rows take {shape.row_bytes} bytes a token, and a reply that another engine goes on with brings "
+            f"routing rows take {shape.row_bytes} bytes a token, and a reply that another engine continues brings "
             f"{MAX_ROW_BYTES >> 20} MiB at most: sampling.max_new_tokens = {config.sampling.max_new_tokens} is above "
             f"{most}"
         )
@@ -96,7 +96,7 @@ def _memory_of_episodes(config: RLConfig, shape: RoutingShape) -> Iterator[str]:
     env = env_settings(config)
     assert env is not None
     need = env.episodes_in_flight * env.max_tokens * shape.row_bytes
-    if need > MUCH_MEMORY:
+    if need > WARN_MEMORY:
         yield (
             f"with routing rows of {shape.row_bytes} bytes a token the {env.episodes_in_flight} episodes that a slot "
             f"of roles.env plays at a time may have {-(-need // MIB)} MiB of them in memory, and as much in episodes/ "
@@ -129,12 +129,12 @@ def _journal(config: RLConfig, table: RolloutSettings, shape: RoutingShape) -> I
         yield (
             f"with routing rows of {shape.row_bytes} bytes a token the {members} sequences in flight may have "
             f"{-(-need // MIB)} MiB to journal, and queue.marks_mib = {config.queue.marks_mib}: what an engine that "
-            "dies has sampled beyond that is made again"
+            "dies has sampled beyond that is generated again"
         )
     if kept < config.sampling.max_new_tokens:
         yield (
             f"with routing rows of {shape.row_bytes} bytes a token the journal keeps the first {kept} tokens of an "
-            f"unfinished sequence; what an engine that dies has sampled behind them is made again"
+            f"unfinished sequence; what an engine that dies has sampled after them is generated again"
         )
 
 
@@ -143,27 +143,27 @@ def check_images(config: RLConfig, folder: Path) -> Iterator[Problem]:
     if not has_vision(folder):
         return
     if find_spec("PIL") is None:
-        yield Problem(("model", "path"), "the model sees, and Pillow is not installed", "pip install pillow")
+        yield Problem(("model", "path"), "the model takes images, and Pillow is not installed", "pip install pillow")
     for kind in ("rollout", "evaluator"):
         engine = config.roles.get(kind)
         if isinstance(engine, EngineSettings) and engine.engine == "sglang":
-            message = "the model sees, and images are not handed on to SGLang"
+            message = "the model takes images, and images are not handed on to SGLang"
             yield Problem(("roles", kind, "engine"), message, 'set engine = "embedded"')
     trainer = config.role("trainer", TrainerSettings)
     if trainer.backend != "torch":
-        message = "the model sees, and gangs of Megatron-Core compute texts alone"
+        message = "the model takes images, and gangs of Megatron-Core compute texts alone"
         yield Problem(("roles", "trainer", "backend"), message, 'set backend = "torch"')
     elif trainer.count > 1:
-        message = f"count = {trainer.count}: a model that sees is trained in one process"
+        message = f"count = {trainer.count}: a model that takes images is trained in one process"
         yield Problem(("roles", "trainer", "count"), message, "set it to 1")
     if trainer.lora is not None:
-        message = "the model sees, and adapters to such a model are not merged"
+        message = "the model takes images, and adapters to such a model are not merged"
         hint = "leave it out: all layers of its text are trained"
         yield Problem(("roles", "trainer", "lora"), message, hint, at="key")
-    for kind, why in BLIND.items():
+    for kind, why in TEXT_ONLY_ROLES.items():
         table = config.roles.get(kind)
         if isinstance(table, RoleSettings) and table.target is None and table.count:
-            yield Problem(("roles", kind), f"the model sees: {why}", "leave the table out", at="key")
+            yield Problem(("roles", kind), f"the model takes images: {why}", "leave the table out", at="key")
     yield from _image_capacity(config)
 
 

@@ -67,12 +67,11 @@ def stall_after_s(config: RLConfig) -> float | None:
 
 def pausing(config: RLConfig) -> list[str]:
     """Return the roles whose outside callers may pause the run: a gateway, and roles of the user's own."""
-    return [f"roles.{kind}" for kind, table in config.roles.items() if kind == "gateway" or _is_own(table)]
-
-
-def _is_own(table: Any) -> bool:
-    """Whether it is a role of the user's own; their tables may still be as they were read."""
-    return bool(table.get("target") if isinstance(table, dict) else table.target)
+    return [
+        f"roles.{kind}"
+        for kind, table in config.roles.items()
+        if kind == "gateway" or bool(table.get("target") if isinstance(table, dict) else table.target)
+    ]
 
 
 def _tables(config: RLConfig) -> Sequence[RoleSettings]:

@@ -19,7 +19,7 @@ from relax_rt.roles.training.publication.settings import PublicationTable, wire_
 from relax_rt.supervision.devices import count_gpus
 
 CARRIER = ("publication", "carrier")
-UNSENT = ("shared_memory", "directory")
+UNCONVERTED = ("shared_memory", "directory")
 """Carriers that move versions as they are, whatever they are rounded to."""
 
 
@@ -74,7 +74,7 @@ def _wire(config: RunConfig) -> Iterator[Problem]:
             message = f'wire_dtype = "{wire}" is wider than {than}'
         narrower = '"bfloat16" or "float8"' if table.dtype == "float32" else '"float8"'
         yield Problem(path, message, f"leave it out, or set {narrower}")
-    elif carrier in UNSENT:
+    elif carrier in UNCONVERTED:
         message = f'carrier = "{carrier}" sends versions as they are: wire_dtype would round them and save nothing'
         yield Problem(path, message, 'leave it out, or set carrier = "auto"', at="key")
 
@@ -159,7 +159,7 @@ def _broadcasts(config: RunConfig) -> Iterator[Problem]:
 
 
 def _cuda_ipc(config: RunConfig) -> Iterator[Problem]:
-    """Memory of a device is shown to whoever shares that device: trainer and rollouts must fit on one together."""
+    """CUDA IPC shares memory within one device: trainer and rollouts must fit on it together."""
     if config.table(PublicationTable).carrier != "cuda_ipc":
         return
     tables = [table for table in config.roles.values() if isinstance(table, TrainerSettings | RolloutSettings)]

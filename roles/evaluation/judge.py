@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from relax_rt.roles.evaluation.settings import EvaluationSet
     from relax_rt.roles.rewards.worker import TaskSpec
 
-MAX_STUCK = 2
-"""Batches in which a call may hang: each costs its deadline."""
+MAX_HUNG_BATCHES = 2
+"""After this many batches with a hanging call, which each take a whole deadline, the rest is not judged."""
 
 
 class JudgedCompletion(msgspec.Struct, frozen=True):
@@ -63,10 +63,10 @@ class SetJudge:
         self._success, self._name = table.success, table.reward
         self._rewards = Rewards(RewardTable(function=table.reward, timeout_s=timeout_s), config_dir, task)
         self._started = False
-        self._stuck = 0
+        self._hung_batches = 0
 
     async def judge(
-        self, items: Sequence[PromptItem], texts: Sequence[JudgedCompletion], after_each: Callable[[], None]
+        self, items: Sequence[PromptItem], completions: Sequence[JudgedCompletion], after_each: Callable[[], None]
     ) -> SetVerdict:
         """Judge the completions, given item by item; once calls hang, the rest is not judged.
 
@@ -76,8 +76,8 @@ class SetJudge:
         if not self._started:
             await self._rewards.start()
             self._started = True
-        samples = len(texts) // len(items)
-        requests = [self._request(items[i // samples], text) for i, text in enumerate(texts)]
+        samples = len(completions) // len(items)
+        requests = [self._request(items[i // samples], completion) for i, completion in enumerate(completions)]
         verdict = SetVerdict([])
         rewards: list[float] = []
         size = self._rewards.concurrency
@@ -95,22 +95,22 @@ class SetJudge:
     async def _score(
         self, requests: Sequence[RewardRequest], after_each: Callable[[], None]
     ) -> list[Score | RewardFailed]:
-        if self._stuck >= MAX_STUCK:
+        if self._hung_batches >= MAX_HUNG_BATCHES:
             reason = f"{self._name} hung before and is not called any more"
             return [RewardFailed(reason) for _ in requests]
         results = await self._rewards.score(requests, after_each)
-        self._stuck += any(isinstance(result, RewardFailed) and result.excess for result in results)
+        self._hung_batches += any(isinstance(result, RewardFailed) and result.excess for result in results)
         return results
 
-    def _request(self, item: PromptItem, text: JudgedCompletion) -> RewardRequest:
+    def _request(self, item: PromptItem, completion: JudgedCompletion) -> RewardRequest:
         about = {
             "item": item.item,
             "split": item.split,
-            "finish_reason": text.finish_reason,
-            "truncated": text.finish_reason == "length",
-            "tokens": text.tokens,
+            "finish_reason": completion.finish_reason,
+            "truncated": completion.finish_reason == "length",
+            "tokens": completion.tokens,
         }
-        return RewardRequest(text.text, item.answer, offered_info(item.question, item.metadata, None, **about))
+        return RewardRequest(completion.text, item.answer, offered_info(item.question, item.metadata, None, **about))
 
     async def close(self) -> None:
         """Stop its worker processes."""

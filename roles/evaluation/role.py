@@ -28,9 +28,6 @@ from relax_rt.transport.base.versions import ROOT, VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.items import PromptItem
-    from relax_rt.roles.data.source import PromptSource
-    from relax_rt.roles.evaluation.judge import JudgedCompletion, SetJudge
-    from relax_rt.roles.evaluation.sampling import HeldOutSampler
     from relax_rt.roles.evaluation.sets import EvaluationSchedule, SetSpec
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.rollout.engines.base import Engine
@@ -44,7 +41,7 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
     the sets of [evaluation], one after the other.
 
     It finishes after the evaluation of the last step's weights; the run waits for it and the trainer. What it
-    has evaluated is read back from metrics.jsonl, so that a restart repeats at most the evaluation in hand.
+    has evaluated is read back from metrics.jsonl, so that a restart repeats at most the current evaluation.
     """
 
     kind: ClassVar[str] = "evaluator"
@@ -73,7 +70,7 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         self.items: dict[str, Sequence[PromptItem]] = {}
         self.schedules: dict[str, EvaluationSchedule]
         self.engine: Engine
-        self.asker: HeldOutSampler
+        self.sampler: HeldOutSampler
         self.tokenizer: ChatTokenizer
         self.source: PromptSource
         self.failure: EngineFailure
@@ -86,8 +83,8 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         await asyncio.to_thread(self._load)
         self.failure = EngineFailure()
         self.follower = WeightFollower(self.ctx, self.engine)
-        self.asker = HeldOutSampler(self.engine, self._count_tokens)
-        await self.engine.start(self.asker.arrive, self.failure)
+        self.sampler = HeldOutSampler(self.engine, self._count_tokens)
+        await self.engine.start(self.sampler.on_chunks, self.failure)
 
     def _load(self) -> None:
         from relax_rt.roles.base.locations import model_folder
@@ -109,7 +106,6 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
 
     def _load_sets(self) -> None:
         """Load the sets' items and judges, and read back what an earlier incarnation has evaluated."""
-
         folder = self.config_dir
         self.items[MAIN] = self.source.held_out
         for table in self.table(EvaluationTable).sets:
@@ -178,13 +174,13 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         kind = "evaluation" if spec.name == MAIN else "evaluation_set"
         result = {"kind": kind, **about, **scores, "seconds": seconds}
         self.ctx.metrics(result)
-        told = {key: scores[key] for key in ("items", "exact", "lenient", "pass_at")}
-        self.ctx.event("evaluation_done", **about, **told, seconds=seconds)
+        shown = {key: scores[key] for key in ("items", "exact", "lenient", "pass_at")}
+        self.ctx.event("evaluation_done", **about, **shown, seconds=seconds)
         if not self._worked:
             self._worked = True
             self.ctx.event("first_work", what=f"evaluation {when}")
         name = "held out" if spec.name == MAIN else spec.name
-        self.ctx.log.info(f"{name}, {when}", step=record.step, version=record.version, **told)
+        self.ctx.log.info(f"{name}, {when}", step=record.step, version=record.version, **shown)
         schedule.record(result)
 
     async def _scores(
@@ -196,16 +192,17 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         before: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """Complete the items and judge the completions."""
-
-        texts = await self._generate(spec, items, samples, temperature)
+        completions = await self._generate(spec, items, samples, temperature)
         judge, verdict = self._judges.get(spec.name), None
         if judge is not None:
-            verdict = await judge.judge(items, texts, lambda: self.ctx.progress.advance(1, f"judging {spec.name}"))
+            verdict = await judge.judge(
+                items, completions, lambda: self.ctx.progress.advance(1, f"judging {spec.name}")
+            )
         scores = await asyncio.to_thread(
             evaluate,
-            [text.text for text in texts],
+            [one.text for one in completions],
             [answer_text(item.answer) for item in items],
-            [text.stopped for text in texts],
+            [one.stopped for one in completions],
             before,
             samples=samples,
             right=verdict.right if verdict is not None else None,
@@ -223,7 +220,6 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         self, spec: SetSpec, items: Sequence[PromptItem], samples: int, temperature: float
     ) -> list[JudgedCompletion]:
         """Sample the completions, item by item."""
-
         requests = requests_of(
             items,
             samples=samples,
@@ -233,7 +229,7 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
             max_new_tokens=spec.max_new_tokens,
             stop_ids=self.tokenizer.stop_ids,
         )
-        done = await self.asker.complete(requests)
+        done = await self.sampler.complete(requests)
         return [JudgedCompletion(self.tokenizer.decode(c.tokens), len(c.tokens), c.finish_reason) for c in done]
 
     def _count_tokens(self, tokens: int) -> None:

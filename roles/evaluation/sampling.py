@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from relax_rt.roles.rollout.engines.base import Engine
 
 PROGRESS_EVERY_S = 1.0
-AT_A_TIME = 1024
-"""Sequences in the engine at a time: more than any decodes together, and fewer than any lets wait."""
+MAX_SEQUENCES = 1024
+"""Sequences submitted to the engine at a time: more than any engine decodes together, fewer than any refuses."""
 SEED_DOMAIN = 1 << 63
 """Keeps the evaluator's sample seeds apart from those of training, which have 63 bits."""
 
@@ -36,7 +36,7 @@ def requests_of(
     """Return requests for `samples` completions of each item, item by item.
 
     Args:
-        together: most completions of one request.
+        together: maximum number of completions of one request.
         seed: of (item's number, sample, attempt), below 2^63.
     """
     found: list[GroupRequest] = []
@@ -59,24 +59,24 @@ class HeldOutSampler:
     """Has an engine complete requests, a bounded number of sequences at a time.
 
     Args:
-        told: is called about once a second with the tokens generated since the last time.
+        on_tokens: called about once a second with the number of tokens generated since the last call.
     """
 
-    def __init__(self, engine: Engine, told: Callable[[int], None]) -> None:
-        self._engine, self._told = engine, told
+    def __init__(self, engine: Engine, on_tokens: Callable[[int], None]) -> None:
+        self._engine, self._on_tokens = engine, on_tokens
         self._assembly = Assembly()
         self._done: dict[tuple[int, int], Completion] = {}
-        self._news = asyncio.Event()
-        self._awaited = 0
+        self._arrived = asyncio.Event()
+        self._wake_at = 0
 
-    def arrive(self, chunks: list[Chunk]) -> None:
+    def on_chunks(self, chunks: list[Chunk]) -> None:
         """Receive chunks; the callback given to `Engine.start`."""
         for chunk in chunks:
             completion = self._assembly.add(chunk)
             if completion is not None:
                 self._done[completion.request, completion.member] = completion
-        if len(self._done) >= self._awaited:
-            self._news.set()
+        if len(self._done) >= self._wake_at:
+            self._arrived.set()
 
     async def complete(self, requests: Sequence[GroupRequest]) -> list[Completion]:
         """Return the completions in the order of the requests and of their members."""
@@ -85,24 +85,24 @@ class HeldOutSampler:
         total = sum(len(request.seeds) for request in requests)
         tokens = self._engine.load().tokens_generated
         while len(self._done) < total:
-            self._news.clear()
+            self._arrived.clear()
             submitted += self._submit(waiting, submitted - len(self._done))
-            # Half of them at a time, and all at the end.
-            self._awaited = total if not waiting else max(1, submitted - AT_A_TIME // 2)
+            # Wake up when half of them are done, and at the end when all are.
+            self._wake_at = total if not waiting else max(1, submitted - MAX_SEQUENCES // 2)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PROGRESS_EVERY_S):
-                    await self._news.wait()
+                    await self._arrived.wait()
             before, tokens = tokens, self._engine.load().tokens_generated
-            self._told(tokens - before)
+            self._on_tokens(tokens - before)
         found = [self._done[request.id, member] for request in requests for member in range(len(request.seeds))]
         self._done.clear()
         return found
 
-    def _submit(self, waiting: deque[GroupRequest], under_way: int) -> int:
+    def _submit(self, waiting: deque[GroupRequest], in_flight: int) -> int:
         """Submit what there is room for; return the number of sequences."""
         more: list[GroupRequest] = []
         count = 0
-        while waiting and (under_way + count == 0 or under_way + count + len(waiting[0].seeds) <= AT_A_TIME):
+        while waiting and (in_flight + count == 0 or in_flight + count + len(waiting[0].seeds) <= MAX_SEQUENCES):
             request = waiting.popleft()
             self._assembly.expect(request)
             more.append(request)

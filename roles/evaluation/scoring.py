@@ -29,7 +29,7 @@ def exact(completion: str, answer: str, *, integers: bool) -> bool:
 def lenient(completion: str, answer: str, *, integers: bool) -> bool:
     """Whether the answer is there: the last integer anywhere, or the answer as whole words of the text, any case.
 
-    It tells learning the task from learning the format.
+    It separates learning the task from learning the format.
     """
     if integers:
         return last_integer(completion) == bare_integer(answer)

@@ -122,7 +122,6 @@ def load_set(
     Raises:
         RelaxError: bad data, or no item is left.
     """
-
     data = set_data(table, config.table(DataTable))
     kept, left_out = read_prompts(data, tokenizer, config_dir, split=MAIN, without=source.train.questions)
     if not len(kept):
@@ -143,7 +142,7 @@ class EvaluationSchedule:
         self.spec, self._last_step, self._cold_start = spec, last_step, cold_start
         self.done = -1
         self.before: dict[str, Any] | None = None
-        self._taken: list[tuple[int, int]] = []
+        self._recorded: list[tuple[int, int]] = []
         self._path: Collection[int] | None = None
 
     def when(self, step: int, version: int = ROOT) -> str:
@@ -169,18 +168,18 @@ class EvaluationSchedule:
         return sorted({*regular, *(at for at in self.spec.at_steps if last < at <= step)})
 
     def keep_path(self, path: Collection[int]) -> None:
-        """Count only what was evaluated on this path of versions: the trainer may have gone back to a checkpoint, and
+        """Count only what was evaluated on this path of versions: the trainer may have rolled back to a checkpoint, and
         evaluations after it belong to another branch."""
         self._path = path
         self._count()
 
     def _count(self) -> None:
-        counted = (step for step, version in self._taken if self._path is None or version in self._path)
+        counted = (step for step, version in self._recorded if self._path is None or version in self._path)
         self.done = max(counted, default=-1)
 
     def record(self, evaluation: dict[str, Any]) -> None:
         """Count an evaluation of this set, by this incarnation or an earlier one."""
-        self._taken.append((int(evaluation["step"]), int(evaluation.get("version", ROOT))))
+        self._recorded.append((int(evaluation["step"]), int(evaluation.get("version", ROOT))))
         self._count()
         if evaluation["when"] == "before":
             self.before = evaluation
@@ -200,9 +199,9 @@ def schedules(config: RunConfig, records: Iterable[dict[str, Any]]) -> dict[str,
 
 
 class VersionLineage:
-    """The versions that led to the weights at hand: a trainer that goes back to a checkpoint begins a new branch.
+    """The versions that led to the current weights: a trainer that rolls back to a checkpoint starts a new branch.
 
-    For roles that see only the newest committed version: the one that began a branch may have been missed.
+    For roles that see only the newest committed version: the first version of a branch may have been missed.
     """
 
     def __init__(self, ctx: RoleContext) -> None:

@@ -311,7 +311,7 @@ class MemoryBudget:
             mine += nbytes
             self.held += nbytes
             if self.held > self.most:
-                message = f"calls at hand have {self.most} bytes of requests already, the bound"
+                message = f"calls in progress have {self.most} bytes of requests already, the bound"
                 raise CallError(503, message, code="busy", retry_after_s=1.0)
 
         try:

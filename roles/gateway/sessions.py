@@ -266,7 +266,7 @@ class Sessions:
         """
         found = self._open.get(name)
         if found is None or found.nonce != nonce:
-            hint = "the gateway may have restarted, or whoever opened it did not renew it"
+            hint = "the gateway may have restarted, or its owner did not renew it"
             raise Refused(f"session {name!r}", why="none of this name and nonce is open", hint=hint)
         return found
 

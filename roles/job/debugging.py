@@ -39,11 +39,10 @@ from relax_rt.transport.rpc.errors import RelaxError
 if TYPE_CHECKING:
     from relax_rt.roles.agentic.episode import PlayedEpisode
     from relax_rt.roles.agentic.tasks import Tasks
-    from relax_rt.roles.data.source import PromptSource
     from relax_rt.roles.models.tokenizer import ChatTokenizer
-    from relax_rt.roles.rewards.scoring import RewardRequest, Score
+    from relax_rt.roles.rewards.scoring import Score
     from relax_rt.roles.rewards.settings import RewardTable
-    from relax_rt.roles.rollout.engines.base import Assembly, Chunk, Completion
+    from relax_rt.roles.rollout.engines.base import Chunk, Completion
     from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
 Split = Literal["train", "held_out"]
@@ -157,7 +156,6 @@ class Debug:
             Whatever the user's code raises, as it is. RelaxError: what the runtime would say of it, as of a step that
             returns nonsense.
         """
-
         seed = sample_seed(self.config.run.seed, index, member, 0) | (SEED_DOMAIN if split == "held_out" else 0)
         generate = self._of_the_model if words is None else Scripted(self.tokenizer, words)
         if env_settings(self.config) is None:
@@ -264,7 +262,6 @@ async def score_here(config: RLConfig, table: RewardTable, request: RewardReques
     Raises:
         ValueError: one returned no reward.
     """
-
     components, found = components_of(table), []
     for one in components:
         function = load_function(one.function, Path(config.config_dir))
@@ -351,7 +348,6 @@ class LocalModel:
         Raises:
             Refused: the model cannot take it. Whatever ended the engine.
         """
-
         self._asked += 1
         request = GroupRequest(
             id=self._asked,

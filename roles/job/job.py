@@ -21,8 +21,7 @@ from relax_rt.roles.models.cache import stage
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.planning.division import divisible
 from relax_rt.roles.planning.placement import gpus_a_slot
-from relax_rt.roles.report.finish import finish
-from relax_rt.roles.report.summary import render_summary
+from relax_rt.roles.report.summary import finish, render_summary
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.rewards.settings import RewardSettings
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
@@ -34,7 +33,6 @@ from relax_rt.transport.queue.ledger.policy import LedgerPolicy
 
 if TYPE_CHECKING:
     from relax_rt.config.inventory import Inventory
-    from relax_rt.transport.queue.ledger.policy import LedgerPolicy
 
 BEYOND_BOOT_S = 60.0
 """What a role takes to start besides the boot of its server."""
@@ -109,12 +107,10 @@ class RLJob(Job):
 
     def advice(self, config: Any, loss: Mapping[str, Any]) -> str:
         """Return the setting that helps against a loss in the queue."""
-
         return advice(config, loss)
 
     def stall_after_s(self, config: Any) -> float | None:
         """Derive the stall limit from the slowest role's own deadlines, with a margin."""
-
         return stall_after_s(config)
 
     def past(self, run_dir: Path) -> dict[str, str]:
@@ -126,7 +122,6 @@ class RLJob(Job):
 
     def resumes_at(self, run_dir: Path) -> int | None:
         """Return the step of the newest checkpoint."""
-
         return newest_step(run_dir / "checkpoints")
 
     def assumed(self, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,7 +147,6 @@ class RLJob(Job):
 
     def choose(self, config: Any, recorded: Mapping[str, Any], *, measured: bool, here: bool) -> RunConfig:
         """Resolve the dtypes that are "auto"."""
-
         return choose_dtypes(config, recorded, measured=measured, here=here)
 
     def absent(self, config: RLConfig) -> list[str]:
@@ -175,7 +169,6 @@ class RLJob(Job):
 
     def preflight(self, config: Any, config_dir: Path, *, answers: bool = True) -> list[Problem]:
         """Load tokenizer, data and reward function, and run them once."""
-
         with stage("quick checks passed; importing torch and transformers"):
             from relax_rt.roles.job.preflight import preflight
         return preflight(config, config_dir, answers=answers)
@@ -254,12 +247,10 @@ class RLJob(Job):
 
     def finish(self, run_dir: Path, config: Any) -> dict[str, Any]:
         """Write summary.json and the plots."""
-
         return finish(run_dir, config)
 
     def closing(self, summary: dict[str, Any]) -> list[str]:
         """Render summary.json as lines for people."""
-
         return render_summary(summary)
 
     def sample(

@@ -64,8 +64,8 @@ def preflight(config: RLConfig, config_dir: Path, *, answers: bool = True) -> li
         return [Problem(("model",), f"not installed: {', '.join(lacking)}", hint, at="key")]
     for warning in warnings(config):
         say(f"warning: {warning}")
-    if (rewards := reward_table(config)) is not None and (told := asyncio.run(describe_sandboxes(rewards))):
-        say(told)
+    if (rewards := reward_table(config)) is not None and (sandboxes := asyncio.run(describe_sandboxes(rewards))):
+        say(sandboxes)
     problems = [*node_problems(config, config.roles), *check_sglang(config, config_dir)]
     problems += preflight_publication(config, config_dir)
     problems += check_own_parts(config)
@@ -75,10 +75,10 @@ def preflight(config: RLConfig, config_dir: Path, *, answers: bool = True) -> li
         return [*problems, *_episodes(config, config_dir, folder, tokenizer, answers=answers)]
     source = None
     if tokenizer is not None:
-        with stage(f"reading the prompts of {_named(config.data)}"):
+        with stage(f"reading the prompts of {_source_names(config.data)}"):
             source = _prompts(config, config_dir, tokenizer, problems)
     if tokenizer is None or source is None:
-        # The rest of the data and the reward function rest on neither.
+        # The rest of the data and the reward function depend on neither.
         problems += _without_prompts(config, config_dir, data=tokenizer is None)
         return problems
     say(str(source.report))
@@ -90,11 +90,14 @@ def preflight(config: RLConfig, config_dir: Path, *, answers: bool = True) -> li
         say(f"warning: evaluation.items = {config.evaluation.items}, but {len(source.held_out)} prompts are held out")
     longest, positions = source.report.longest_tokens, _positions(folder)
     stages: list[Stage] = [
-        ("checking that engines and trainer can compute the model", lambda: _of_model(config, folder)),
+        ("checking that engines and trainer can compute the model", lambda: _check_model(config, folder)),
         ("checking that model and prompts fit together", lambda: _context(config, folder, longest)),
         ("", lambda: check_reference(config, config_dir, tokenizer, longest + config.sampling.max_new_tokens)),
         ("", lambda: _epochs(config, source)),
-        ("calling the reward on a prompt", lambda: _try_reward(config, config_dir, source)),
+        (
+            "calling the reward on a prompt",
+            lambda: dry_run(config.reward, config_dir, source.train, task_of(config.data)),
+        ),
         *([_answers_stage(config, config_dir)] if answers else []),
         ("", lambda: preflight_judge(config, config_dir, source.train)),
         ("checking the evaluation", lambda: preflight_evaluation(config, config_dir, source, tokenizer, positions)),
@@ -126,14 +129,14 @@ def _episodes(
     stages: list[Stage] = [(f"beginning an episode of {env.environment}", play)]
     if tokenizer is not None:
         stages += [
-            ("checking that engines and trainer can compute the model", lambda: _of_model(config, folder)),
+            ("checking that engines and trainer can compute the model", lambda: _check_model(config, folder)),
             *([_answers_stage(config, config_dir)] if answers else []),
             ("", lambda: check_reference(config, config_dir, tokenizer, env.max_tokens)),
         ]
     return _run(stages)
 
 
-def _of_model(config: RLConfig, folder: Path) -> list[Problem]:
+def _check_model(config: RLConfig, folder: Path) -> list[Problem]:
     return [
         *check_computed(config, folder),
         *_division(config, folder),
@@ -142,10 +145,6 @@ def _of_model(config: RLConfig, folder: Path) -> list[Problem]:
         *check_packing(config, folder),
         *check_images(config, folder),
     ]
-
-
-def _try_reward(config: RLConfig, config_dir: Path, source: PromptSource) -> Iterable[Problem]:
-    return dry_run(config.reward, config_dir, source.train, task_of(config.data))
 
 
 def _model(config: RLConfig, config_dir: Path, problems: list[Problem]) -> tuple[Path, ChatTokenizer | None]:
@@ -173,7 +172,7 @@ def _prompts(
         return None
 
 
-def _named(data: DataTable) -> str:
+def _source_names(data: DataTable) -> str:
     """Name where the prompts come from."""
     if not data.sources:
         return str(data.path or data.task)
@@ -206,7 +205,7 @@ def warnings(config: RLConfig) -> list[str]:
     threads, cores = sum(table.count * table.threads for table in busy), os.cpu_count() or 1
     if threads > cores:
         found.append(f"the roles that compute have {threads} threads on {cores} cores; they will slow each other down")
-    return found + _slow_numbers(config) + _rounded_adapters(config)
+    return found + _slow_dtypes(config) + _rounded_adapters(config)
 
 
 def _rounded_adapters(config: RLConfig) -> list[str]:
@@ -222,7 +221,7 @@ def _rounded_adapters(config: RLConfig) -> list[str]:
     ]
 
 
-def _slow_numbers(config: RLConfig) -> list[str]:
+def _slow_dtypes(config: RLConfig) -> list[str]:
     """Warn about roles that use bfloat16, by their table or a start on another machine, on a CPU where it is slow."""
     rounded = [
         f'roles.{kind}.dtype = "float32"'

@@ -31,7 +31,6 @@ from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError
 if TYPE_CHECKING:
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.rewards.judge import JudgeVerdict
-    from relax_rt.roles.rewards.scoring import RewardFailed, RewardRequest, Score
     from relax_rt.roles.rollout.engines.base import Completion
 
 TIMEOUT_S = 600.0
@@ -56,7 +55,6 @@ def newest_checkpoint(run_dir: Path) -> tuple[Path, int]:
         RelaxError: the run has no checkpoint yet, none can be read, or the weights are not those that were written, as
             far as it says.
     """
-
     found = find_checkpoints(run_dir / "checkpoints")
     for folder, state, _ in found:
         if state is not None:
@@ -124,7 +122,6 @@ def _of_the_data(config: RLConfig, tokenizer: ChatTokenizer, items: int, *, held
 
 def _own(config: RLConfig, tokenizer: ChatTokenizer, prompts: Sequence[str]) -> list[PromptToSample]:
     """Put each prompt into the template as its question."""
-
     # A template of other fields of the items cannot be filled from a question alone.
     template = config.data.template if "{question}" in config.data.template else "{question}"
     asked = []

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import msgspec
 
-from relax_rt.config.inventory import Inventory, InventoryNode
+from relax_rt.config.inventory import Inventory
 from relax_rt.config.problems import Problem
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.models.parallel import ParallelSizes, stage_layers
@@ -71,7 +71,7 @@ def slowest_link(inventory: Inventory, devices: Sequence[Device]) -> Link:
     nodes = {node.name: node for node in inventory.nodes}
     used = [nodes[name] for name in dict.fromkeys(name for name, _ in devices)]
     if len(used) > 1:
-        rates = [_network_gb_s(node) for node in used]
+        rates = [max((interface.gbit_s / 8 for interface in node.interfaces), default=None) for node in used]
         known = [rate for rate in rates if rate is not None]
         return Link("network", min(known) if len(known) == len(rates) else None)
     (node,) = used
@@ -80,10 +80,6 @@ def slowest_link(inventory: Inventory, devices: Sequence[Device]) -> Link:
     if all(gpu in reached for _, gpu in devices) and (len(reached) > 1 or len(set(devices)) == 1):
         return Link("NVLink", kind.nvlink_gb_s) if len(set(devices)) > 1 else Link("same GPU", None)
     return Link("PCIe", kind.pcie_gb_s)
-
-
-def _network_gb_s(node: InventoryNode) -> float | None:
-    return max((interface.gbit_s / 8 for interface in node.interfaces), default=None)
 
 
 def communicators(

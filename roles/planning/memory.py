@@ -172,7 +172,7 @@ def gang_memory(
         dense, experts = rank_weights(shape, sizes, rank)
         found = list(_state(table, sizes, dense, experts))
     tokens = max(table.tokens_per_micro_batch, longest)
-    pending = _in_flight(sizes, rank, micro_batches(table, sizes, tokens_a_step, longest))
+    pending = min(sizes.pipeline - sizes.stage(rank), micro_batches(table, sizes, tokens_a_step, longest))
     activations = _activations(shape, table, sizes, rank, tokens, longest, pending if trained else 0)
     logits = _logits(shape, table, sizes, rank, tokens, training=trained)
     found += [part for part in (activations, logits) if part is not None]
@@ -238,11 +238,6 @@ def adapter_elements(shape: ModelShape, lora: LoraTable) -> int:
     dense = sum(not sparse for sparse in shape.sparse)
     layers = {name: dense if name in ("gate_proj", "up_proj", "down_proj") else shape.layers for name in chosen}
     return lora.rank * sum(layers[name] * sum(two) for name, two in chosen.items())
-
-
-def _in_flight(sizes: ParallelSizes, rank: int, batches: int) -> int:
-    """Micro-batches whose activations a stage holds at once with one forward, one backward."""
-    return min(sizes.pipeline - sizes.stage(rank), batches)
 
 
 def sequence_parallel(table: ShardedSettings) -> bool:

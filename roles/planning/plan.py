@@ -205,7 +205,7 @@ def render(plan: HardwarePlan) -> str:
         *(_gang_lines(gang, plan) for gang in plan.gangs),
         _communicator_lines(plan),
         _weight_lines(plan),
-        _port_lines(plan),
+        ["ports", *_aligned([(port.node, str(port.port), port.what) for port in plan.ports])],
         _gpu_lines(plan),
         _host_lines(plan),
         *_figure_lines(plan.figures),
@@ -325,10 +325,6 @@ def _whole_slots(members: Iterable[str]) -> Iterator[str]:
     """``rollout/0@node-1:0-3`` for all GPUs of a slot together."""
     for prefix, found in _runs(list(members), lambda member: member.rpartition(":")[0]):
         yield f"{prefix}:{ranges(int(member.rpartition(':')[2]) for member in found)}"
-
-
-def _port_lines(plan: HardwarePlan) -> list[str]:
-    return ["ports", *_aligned([(port.node, str(port.port), port.what) for port in plan.ports])]
 
 
 def _gpu_lines(plan: HardwarePlan) -> list[str]:

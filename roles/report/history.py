@@ -32,7 +32,7 @@ class ColdStartLosses(msgspec.Struct):
     losses: dict[int, float] = {}
     validation: dict[int, float] = {}
 
-    def take(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Mapping[str, Any]) -> None:
         """Add a record of kind `cold_start`."""
         step, of = record.get("step"), record.get("of")
         if not isinstance(step, int) or not isinstance(of, int):
@@ -105,7 +105,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step.
 
     Times in seconds, `t` wall-clock at its end; `staleness` counts samples by staleness; `skipped` says why the step
-    was thrown away, if it was (not finite). `empty`: it was applied, but no sample had a part in the gradient.
+    was skipped, if it was (not finite). `empty`: it was applied, but no sample contributed to the gradient.
     """
 
     step: int
@@ -174,13 +174,13 @@ class History(msgspec.Struct):
 
     Attributes:
         steps: the path that led to the end, in order: for each step its last doing.
-        redone: steps that a restart threw away.
+        redone: steps that were done again after a restart.
         evaluations: of what [data] holds out, in the order made. sets: those of further sets, and of the same where
             there are several completions an item; by name.
         cold: of the cold start, if there was one.
         generated_tokens: by all rollouts together, as far as they reported; generated_s: from their first record of
             each session to the last one that reported more.
-        lives: every process known of, in the order started.
+        lives: every process of the run, in the order started.
         restarts: by role.
         account: the queue's last account of itself, if it gave one.
         losses: samples lost in all starts of the run, by cause, the most frequent first.
@@ -219,18 +219,18 @@ def read_history(run_dir: Path) -> History:
     """Read a run's files; those that are missing leave their part empty."""
     history = History()
     starts = [t for event in read_events(run_dir) if event.get("kind") == "run_started" and (t := _t(event)) == t]
-    ends = _Sessions(starts)
-    path = _Path(history)
+    sessions = _Sessions(starts)
+    path = _StepPath(history)
     rollouts: dict[str, int] = {}
     reports: list[tuple[float, bool]] = []
     for record in read_metrics(run_dir):
         t = _t(record)
         if t != t:
             continue
-        ends.see(t)
+        sessions.extend(t)
         match record.get("kind"):
             case "step":
-                path.take(_step(record))
+                path.add(_step(record))
             case "evaluation":
                 history.evaluations.append(_evaluation(record))
                 if name := set_of(record):
@@ -238,7 +238,7 @@ def read_history(run_dir: Path) -> History:
             case "evaluation_set":
                 history.sets.setdefault(set_of(record), []).append(read_score(record))
             case "cold_start":
-                history.cold.take(record)
+                history.cold.add(record)
             case "rollout":
                 who = str(record.get("by") or record.get("slot"))
                 tokens, before = int(_number(record, "tokens", 0.0)), rollouts.get(who, 0)
@@ -246,10 +246,10 @@ def read_history(run_dir: Path) -> History:
                 reports.append((t, tokens > before))
     losses = Losses()
     for event in read_events(run_dir):
-        ends.see(_t(event))
+        sessions.extend(_t(event))
         losses.update(event)
     history.losses = losses.total
-    history.sessions = ends.spans()
+    history.sessions = sessions.spans()
     history.steps = path.steps()
     history.generated_tokens = sum(rollouts.values())
     history.generated_s = sum(_generating_s(reports, start, end) for start, end in history.sessions)
@@ -266,15 +266,15 @@ def _generating_s(reports: Sequence[tuple[float, bool]], start: float, end: floa
     return max((t for t, more in within if more), default=begun) - begun
 
 
-class _Path:
-    """Finds the steps that count: a trainer that comes back throws away what it does again, and all after it."""
+class _StepPath:
+    """Finds the steps that count: a restarted trainer replaces the steps that it does again, and all after them."""
 
     def __init__(self, history: History) -> None:
         self._kept: dict[int, StepRecord] = {}
         self._redone = history.redone
         self._epoch = -1
 
-    def take(self, step: StepRecord) -> None:
+    def add(self, step: StepRecord) -> None:
         if step.epoch < self._epoch:
             self._redone.append(step)
             return
@@ -293,7 +293,7 @@ class _Sessions:
         self._starts = sorted(starts)
         self._ends = list(self._starts)
 
-    def see(self, t: float) -> None:
+    def extend(self, t: float) -> None:
         if t != t:
             return
         at = bisect_right(self._starts, t) - 1
@@ -333,7 +333,7 @@ class _Supervision:
                 case "slot_ready":
                     if slot in self._open:
                         self._open[slot].ready = t
-                    self._back(slot, t)
+                    self._ready_again(slot, t)
                 case "slot_exited":
                     self._exited(slot, t, event.get("diagnosis"))
                 case "slot_restarting":
@@ -357,19 +357,19 @@ class _Supervision:
         if t == t:
             self._down.setdefault(slot, t)
 
-    def _back(self, slot: str, t: float) -> None:
+    def _ready_again(self, slot: str, t: float) -> None:
         since = self._down.pop(slot, None)
         if since is not None:
             self._role(slot).away_s += max(0.0, t - since)
 
     def _close_all(self, t: float) -> None:
-        """The agent is gone, and every process with it: they lived to the end of their session at most."""
+        """The agent ended, and every process with it, at the latest at the end of their session."""
         before = [end for start, end in self._history.sessions if start < t]
         end = before[-1] if before else NAN
         for life in self._open.values():
             life.end, life.cut = end, True
         for slot in list(self._down):
-            self._back(slot, end)
+            self._ready_again(slot, end)
         self._open.clear()
 
     def _role(self, slot: str) -> Restarts:
@@ -392,7 +392,7 @@ def _step(record: dict[str, Any]) -> StepRecord:
         staleness=dict(Counter(int(s) for s in staleness)) if isinstance(staleness, list) else {},
         keys=[_key(str(key)) for key in keys] if isinstance(keys, list) else [],
         skipped=str(record.get("skipped") or ""),
-        # A step that was thrown away has the count of the step before.
+        # A skipped step has the count of the step before.
         empty=bool(record.get("empty_steps")) and not record.get("skipped"),
     )
 

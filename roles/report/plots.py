@@ -10,7 +10,7 @@ from typing import Any
 
 from relax_rt.roles.report.history import Evaluation, History, SlotLife, StepRecord
 
-# Okabe and Ito's palette: told apart with any colour vision.
+# Okabe and Ito's palette: distinguishable with any colour vision.
 COLOURS = {
     "registry": "#7f7f7f",
     "queue": "#CC79A7",
@@ -238,7 +238,15 @@ def _timeline(figure: Any, history: History) -> None:
     for y, (slot, lives) in enumerate(rows):
         labels.append(slot or "trainer's steps")
         if slot:
-            _life_row(axes, y, slot, lives, span)
+            colour = COLOURS.get(slot.partition("/")[0], OTHER_COLOUR)
+            alive = [span(life.ready, life.end) for life in lives if life.ready is not None]
+            starting = [span(life.start, life.ready if life.ready is not None else life.end) for life in lives]
+            axes.broken_barh(starting, (y - 0.3, 0.6), facecolors=colour, alpha=0.35, linewidth=0)
+            axes.broken_barh(alive, (y - 0.3, 0.6), facecolors=colour, linewidth=0)
+            deaths = [span(life.end, life.end)[0] for life in lives if life.failure]
+            axes.plot(
+                deaths, [y] * len(deaths), linestyle="", marker="X", markersize=9, color=INK, markeredgecolor="white"
+            )
         else:
             _phase_row(axes, y, history, span)
     axes.set_yticks(range(len(labels)), labels)
@@ -270,16 +278,6 @@ def _timeline_rows(history: History) -> list[tuple[str, list[SlotLife]]]:
 
 
 Span = Callable[[float, float], tuple[float, float]]
-
-
-def _life_row(axes: Any, y: int, slot: str, lives: Sequence[SlotLife], span: Span) -> None:
-    colour = COLOURS.get(slot.partition("/")[0], OTHER_COLOUR)
-    alive = [span(life.ready, life.end) for life in lives if life.ready is not None]
-    starting = [span(life.start, life.ready if life.ready is not None else life.end) for life in lives]
-    axes.broken_barh(starting, (y - 0.3, 0.6), facecolors=colour, alpha=0.35, linewidth=0)
-    axes.broken_barh(alive, (y - 0.3, 0.6), facecolors=colour, linewidth=0)
-    deaths = [span(life.end, life.end)[0] for life in lives if life.failure]
-    axes.plot(deaths, [y] * len(deaths), linestyle="", marker="X", markersize=9, color=INK, markeredgecolor="white")
 
 
 def _phase_row(axes: Any, y: int, history: History, span: Span) -> None:

@@ -1,4 +1,4 @@
-"""Makes the engine of a role by its table: in the role's process, or an SGLang server that the role supervises.
+"""Makes the engine of a role by its table: in the role's process, or an SGLang server that it supervises.
 
 Called by every role with an engine: rollout, evaluator, judge.
 """
@@ -28,18 +28,19 @@ MIN_KV_TOKENS = 4096
 
 
 def make_engine(ctx: RoleContext, folder: Path, settings: EngineSettings) -> Engine:
-    """The engine that `settings.engine` names, with the model of `folder`; blocks while a model is loaded here."""
+    """Return the engine that `settings.engine` names, with the model of `folder`. Blocks while a model is loaded
+    here."""
     return _sglang(ctx, folder, settings) if settings.engine == "sglang" else _embedded(ctx, folder, settings)
 
 
 def _embedded(ctx: RoleContext, folder: Path, settings: EngineSettings) -> Engine:
-    # It imports torch, which the agent and the quick checks do without.
+    # torch is not imported by the agent and the quick checks, which import this module.
     import torch
 
     from relax_rt.roles.models.device import warn_if_slow
     from relax_rt.roles.rollout.engines.embedded import EmbeddedEngine
 
-    # A slot that was given no device must not touch one.
+    # A slot without a device must not use one.
     device = "cuda" if settings.gpus and torch.cuda.is_available() else "cpu"
     warn_if_slow(ctx, device, settings.dtype)
     return EmbeddedEngine(
@@ -53,14 +54,14 @@ def _embedded(ctx: RoleContext, folder: Path, settings: EngineSettings) -> Engin
 
 
 def _sglang(ctx: RoleContext, model: Path, settings: EngineSettings) -> Engine:
-    """An engine whose server is not started yet."""
+    """Return an engine whose server is not started yet."""
     from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
     from relax_rt.roles.rollout.engines.sglang.server import ServerSpec
 
     device = device_of(settings.sglang.device)
     name = slot_file(ctx.who.slot, ".sglang")
     for left in ctx.shm_dir.glob(f"{name}.*"):
-        # Of an earlier incarnation that was killed together with its server.
+        # Left by an earlier incarnation that was killed together with its server.
         shutil.rmtree(left, ignore_errors=True)
     folder = ctx.shm_dir / f"{name}.{ctx.who.epoch}"
     spec = ServerSpec(

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, ClassVar
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.role import RLRole
-from relax_rt.roles.trackers.feed import Feed
+from relax_rt.roles.trackers.feed import Feed, TensorBoardSink, WandbSink
 from relax_rt.roles.trackers.settings import WriterSettings
-from relax_rt.roles.trackers.sinks import TensorBoardSink, WandbSink
 
 if TYPE_CHECKING:
-    from relax_rt.roles.trackers.feed import Feed, Sink
+    from relax_rt.roles.trackers.feed import Sink
 
-POLL_EVERY_S = 1.0
+POLL_S = 1.0
 OPEN_ALLOWANCE_S = 120.0
 DRAIN_S = 8.0
 """Remaining records are written within this time once the run ends; a resumed run writes the rest."""
@@ -64,7 +63,7 @@ class WriterRole(RLRole[WriterSettings]):
     async def _wait(self) -> None:
         self.ctx.progress.waiting("new records")
         try:
-            async with asyncio.timeout(POLL_EVERY_S):
+            async with asyncio.timeout(POLL_S):
                 await self.ctx.stopping.wait()
         except TimeoutError:
             pass
@@ -75,9 +74,9 @@ class WriterRole(RLRole[WriterSettings]):
 
         def wandb() -> Sink:
             run = self.config.run.name
-            told = self.config.model_dump(mode="json", exclude={"roles", "config_dir"})
+            shown_config = self.config.model_dump(mode="json", exclude={"roles", "config_dir"})
             project, folder = self.settings.project, self.ctx.run_dir / "wandb"
-            return WandbSink(folder, project=project, name=run, run_id=self.ctx.run_id, config=told)
+            return WandbSink(folder, project=project, name=run, run_id=self.ctx.run_id, config=shown_config)
 
         makers: dict[str, Callable[[], Sink]] = {"tensorboard": tensorboard, "wandb": wandb}
         for name, make in makers.items():
@@ -103,7 +102,7 @@ class WriterRole(RLRole[WriterSettings]):
     def _failed(self, name: str, error: Exception) -> None:
         why = f"{type(error).__name__}: {error}"[:500]
         self.ctx.event("writer_failed", sink=name, why=why)
-        self.ctx.log.warning("a metrics writer has failed; the run goes on without it", sink=name, why=why)
+        self.ctx.log.warning("a metrics writer has failed; the run continues without it", sink=name, why=why)
 
     def _close(self) -> None:
         for feed in self._feeds:

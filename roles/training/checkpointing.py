@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from relax_rt.interfaces.role import RoleContext
+from relax_rt.roles.base.role import wait_for_peer
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.backend.interface import TrainerBackend
 from relax_rt.roles.training.checkpoints.resume import resume_newest, wait_for_save
 from relax_rt.roles.training.checkpoints.store import CheckpointState, CheckpointStore, read_sampling, write_sampling
 from relax_rt.roles.training.critic.client import SCRATCH, CriticClient
 from relax_rt.roles.training.publication.publisher import Publisher
-from relax_rt.roles.training.waiting import wait_for_peer
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.client import QueueClient
 from relax_rt.transport.rpc.errors import GivenUp
@@ -112,7 +112,7 @@ class Checkpointer:
             return
         why = f"the queue knows of no step after {known}: its journal has lost what came then, as if its host went down"
         hint = (
-            f"move the checkpoints of steps after {known} out of {folder.parent}, and `relax-rt up` goes on from the "
+            f"move the checkpoints of steps after {known} out of {folder.parent}, and `relax-rt up` resumes from the "
             f"one before; if there is none, begin a run of another run.name with model.path = {str(folder)!r}"
         )
         raise GivenUp(f"checkpoint {folder.name} of step {step}", why=why, hint=hint)
@@ -193,7 +193,10 @@ class Checkpointer:
             self._backend.write(folder)
             write_sampling(folder, sampling)
             if critic is not None:
-                critic.move(folder)
+                # On the same file system.
+                for path in critic.iterdir():
+                    path.rename(folder / path.name)
+                critic.rmdir()
 
         folder = await asyncio.to_thread(self.store.save, state, fill)
         await self._queue.commit(step, folder.name)

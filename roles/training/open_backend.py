@@ -99,8 +99,8 @@ def _member(ctx: RoleContext, gang: Gang, backend: RankBackend, loop: asyncio.Ab
     if gang.rank == 0:
         return Leader(backend, reader)
 
-    def doing(order: str) -> None:
-        ctx.progress.waiting("" if order else "orders of rank 0")
+    def doing(command: str) -> None:
+        ctx.progress.waiting("" if command else "commands of rank 0")
 
     return Follower(backend, doing, ctx.progress.waiting, reader)
 

@@ -11,7 +11,7 @@ from relax_rt.roles.data.source import PromptPositions, PromptSource
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
 from relax_rt.roles.training.algorithms.registry import bind
-from relax_rt.roles.training.algorithms.samplers import PromptLookahead, PromptSampler
+from relax_rt.roles.training.algorithms.samplers import PromptSampler
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.rpc.errors import Refused
 
@@ -30,12 +30,12 @@ class PromptCurriculum:
     """Assigns prompts to the next places of the run's order, by the outcomes of earlier ones.
 
     Args:
-        lookahead: chooses the prompts. recorded: the filters write the history that it chooses by.
+        sampler: chooses the prompts. recorded: the filters write the history that it chooses by.
     """
 
-    def __init__(self, queue: QueueClient, objective: Objective, lookahead: PromptLookahead, *, recorded: bool) -> None:
+    def __init__(self, queue: QueueClient, objective: Objective, sampler: PromptSampler, *, recorded: bool) -> None:
         self._queue, self._objective, self._recorded = queue, objective, recorded
-        self.lookahead = lookahead
+        self.sampler = sampler
 
     @classmethod
     def of(
@@ -64,16 +64,27 @@ class PromptCurriculum:
             raise Refused("algorithm.sampler", why=rule[0].message, hint=rule[0].hint)
         tokenizer = load_tokenizer(model_folder(ctx))
         source = PromptSource.load(config.table(DataTable), tokenizer, seed=seed, config_dir=base, run_dir=ctx.run_dir)
-        known = PromptHistory() if history is None else history
+        # So many places as admission may give out before the next choice, and a batch more; beyond them the run's own
+        # order holds. With filters a step may cost several times its groups.
+        steps = table.max_staleness + 2 + (table.refill.most if table.filters else 0)
+        most = steps * table.prompts_per_step + table.over_provision
         ids = source.train.ids
-        sampler = PromptSampler(rule, ids, source.place, seed=seed, history=known, places=PromptPositions(ids))
-        lookahead = PromptLookahead(sampler, known, places=lookahead_places(table), end=source.limit)
-        return cls(queue, objective, lookahead, recorded=history is not None)
+        sampler = PromptSampler(
+            rule,
+            ids,
+            source.place,
+            seed=seed,
+            history=PromptHistory() if history is None else history,
+            places=PromptPositions(ids),
+            ahead=MAX_LOOKAHEAD if math.isinf(most) else min(math.ceil(most), MAX_LOOKAHEAD),
+            end=source.limit,
+        )
+        return cls(queue, objective, sampler, recorded=history is not None)
 
     async def choose(self, step: int) -> None:
         """Assign the next prompts, by what is known after `step`."""
         first = (await self._queue.assign_items({})).next_index
-        await self._queue.assign_items(self.lookahead.after_step(step, first))
+        await self._queue.assign_items(self.sampler.choose_next(step, first))
 
     async def after_step(self, samples: list[Sample], step: int) -> None:
         """Record the samples of a step that was trained, and assign the next prompts."""
@@ -82,15 +93,5 @@ class PromptCurriculum:
             for sample in samples:
                 groups.setdefault(sample.meta.group, []).append(sample)
             for members in groups.values():
-                self.lookahead.history.record(members[0].meta.item, self._objective.rewards(members), step)
+                self.sampler.history.record(members[0].meta.item, self._objective.rewards(members), step)
         await self.choose(step)
-
-
-def lookahead_places(table: AlgorithmTable) -> int:
-    """Return how many places of the run's order admission may give out before the next choice, and a batch more.
-
-    Beyond them the run's own order holds. With filters a step may cost several times its groups.
-    """
-    steps = table.max_staleness + 2 + (table.refill.most if table.filters else 0)
-    most = steps * table.prompts_per_step + table.over_provision
-    return MAX_LOOKAHEAD if math.isinf(most) else min(math.ceil(most), MAX_LOOKAHEAD)

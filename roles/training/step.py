@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -263,7 +263,7 @@ def take_updates(
 
     Advantages are of the whole batch, and so are the proximal log-probabilities, where they are needed: both are
     computed before the first update, and what the latter say of trainer and engine stands in the result. Each update
-    is divided by the count of its own mini-batch. One that is not finite is thrown away, and the others are taken.
+    is divided by the count of its own mini-batch. One that is not finite is skipped, the others are applied.
 
     Args:
         version: the published one that the step begins with. number: of the step; all its updates have its rate.
@@ -275,7 +275,8 @@ def take_updates(
     batch.masked_tokens = objective.advantages(batch.samples)
     if not proximal:
         batch.idle_metrics = idle_token_metrics(batch.samples, backend, objective, over)
-    parts, results = list(_parts(batch.samples, updates)), []
+    divided = mini_batches([sample.meta.group for sample in batch.samples], updates)
+    parts, results = [pick(batch.samples, places) for places in divided], []
     for part in parts:
         count = backend.accumulate(part).count
         results.append(backend.apply(count, number, before_update))
@@ -288,16 +289,10 @@ def take_updates(
     return measured_before_updates(result, [sample for part in counted for sample in part])
 
 
-def _parts(samples: Sequence[Sample], updates: int) -> Iterator[list[Sample]]:
-    for places in mini_batches([sample.meta.group for sample in samples], updates):
-        yield pick(samples, places)
-
-
 def combine_results(results: Sequence[StepResult]) -> StepResult:
     """The result of a step with these updates.
 
-    Of updates that were thrown away only that they were: what they measured may be no numbers. If all were, the step
-    was.
+    Skipped updates are only counted: what they measured may not be finite. If all were skipped, the step was.
 
     Args:
         results: of at least one update.
@@ -372,7 +367,12 @@ def step_record(
         "stale_tokens": sum(end - start for s in batch.leased for start, end in s.masked),
         "masked_tokens": batch.masked_tokens,
         "parts": batch.parts,
-        **_filtered(batch),
+        # What filters did, where there are any.
+        **(
+            {"scored": batch.scored, "filtered": batch.filtered, "kept_fraction": batch.groups / batch.scored}
+            if batch.scored
+            else {}
+        ),
         "skipped": "" if result.applied else result.why,
         "wait_s": batch.timer["wait"],
         "train_s": batch.timer["train"],
@@ -382,13 +382,6 @@ def step_record(
         "elapsed_s": elapsed_s,
         "digests": batch.digests,
     }
-
-
-def _filtered(batch: StepBatch) -> dict[str, Any]:
-    """What filters did, where there are any: groups that arrived, those filtered out by filter, the fraction kept."""
-    if not batch.scored:
-        return {}
-    return {"scored": batch.scored, "filtered": batch.filtered, "kept_fraction": batch.groups / batch.scored}
 
 
 class EmptySteps:
@@ -412,7 +405,12 @@ class EmptySteps:
             return
         self._reason = ""
         if empty:
-            self._reason = _no_token(self._ctx.config, batch.samples)
+            config, cut = self._ctx.config, sum(sample.meta.truncated for sample in batch.samples)
+            limit, truncated = config.table(SamplingTable).max_new_tokens, config.table(AlgorithmTable).truncated
+            self._reason = (
+                f"none of {len(batch.samples)} samples has a token to train; {cut} were cut at "
+                f'sampling.max_new_tokens = {limit} (algorithm.truncated = "{truncated}")'
+            )
             self._ctx.event("step_empty", step=step, why=self._reason)
         elif all(self._objective.idle(sample) for sample in batch.samples):
             self._reason = _no_advantage(self._ctx.config, batch.samples, batch.masked_tokens)
@@ -425,16 +423,6 @@ class EmptySteps:
     def record(self) -> dict[str, Any]:
         """Fields of a step's metrics."""
         return {"empty_steps": self._count, "empty_reason": self._reason if self._count >= self._limit else ""}
-
-
-def _no_token(config: RunConfig, samples: Sequence[Sample]) -> str:
-    """Say why a step without a token to train trained nothing, and what helps."""
-    cut = sum(sample.meta.truncated for sample in samples)
-    limit, truncated = config.table(SamplingTable).max_new_tokens, config.table(AlgorithmTable).truncated
-    return (
-        f"none of {len(samples)} samples has a token to train; {cut} were cut at sampling.max_new_tokens = {limit}"
-        f' (algorithm.truncated = "{truncated}")'
-    )
 
 
 def _no_advantage(config: RunConfig, samples: Sequence[Sample], masked_tokens: int) -> str:

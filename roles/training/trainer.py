@@ -1,7 +1,8 @@
 """The trainer role: leases whole groups, takes the step, publishes the weights, writes checkpoints.
 
-`_one_step` is the whole step. What it uses: `collector` (groups from the queue), `step` (gradients and updates),
-`publication` (weights to the engines), `checkpointing`, `critic`, and a backend (`torch`, `megatron`).
+`run`, `_train` and `_take_step` are the whole training. What they use: `collector` (groups from the queue), `step`
+(gradients and updates), `publication` (weights to the engines), `checkpointing`, `critic`, and a backend (`torch`,
+`megatron`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE, model_folder, stage_folder
-from relax_rt.roles.base.progress import NoProgress, no_progress
-from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.base.progress import no_progress
+from relax_rt.roles.base.role import RLRole, wait_for_peer
 from relax_rt.roles.models.resolve import refused_for_good
 from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable, communicator_of
 from relax_rt.roles.rollout.engines.time_slicing import TimeSlicingApi, TrainerTimeSlicing
@@ -26,7 +27,6 @@ from relax_rt.roles.training.checkpoints.digests import identity_of
 from relax_rt.roles.training.checkpoints.store import CheckpointStore
 from relax_rt.roles.training.critic.client import CriticClient
 from relax_rt.roles.training.publication.settings import PublicationTable
-from relax_rt.roles.training.waiting import wait_for_peer
 from relax_rt.transport.base.versions import ROOT, VersionRecord
 from relax_rt.transport.queue.ledger.messages import failure_summary
 from relax_rt.transport.rpc.errors import GivenUp, RelaxError
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from relax_rt.roles.training.collector import Collector
     from relax_rt.roles.training.dynamic_sampling import GroupFilter
     from relax_rt.roles.training.prompt_sampling import PromptCurriculum
-    from relax_rt.roles.training.publication.carriers import WeightFiles
     from relax_rt.roles.training.publication.publisher import Publisher
     from relax_rt.roles.training.step import EmptySteps, StepBatch
 
@@ -104,26 +103,52 @@ class TrainerRole(RLRole[TrainerSettings]):
     def is_gang(cls, settings: RoleSettings) -> bool:
         return isinstance(settings, TrainerSettings) and (settings.backend == "megatron" or settings.count > 1)
 
-    # The step.
+    # The training.
 
-    async def _one_step(self) -> None:
-        """Continue a step; returns also when its groups are not all there yet, so that a request to stop is seen."""
-        self.publisher.check()
-        batch = await self._collect()
-        if batch is None:
+    async def run(self) -> None:
+        if self._follower is not None:
+            await self.ctx.ready()
+            await asyncio.to_thread(self._follower.run)
             return
-        if not batch.full:
-            if self._streams and batch.pending_tokens() >= self._part_tokens:
-                self._report_phase(f"computing on {batch.groups} of {self.algorithm.prompts_per_step} groups")
-                await asyncio.to_thread(self._accumulate, batch)
-                batch.timer.lap("train")
-            return
+        finishing = asyncio.create_task(self._allow_finishing())
+        try:
+            if await self._start():
+                await self._train()
+            await asyncio.to_thread(self.backend.close)
+        finally:
+            finishing.cancel()
+
+    async def _train(self) -> None:
+        """Take steps until the last one or a request to stop; then bring to safety what is not yet."""
+        try:
+            while self.step < self.algorithm.steps and not self.ctx.stopping.is_set():
+                self.publisher.check()
+                batch = await self._collect()
+                if batch is None:
+                    continue  # nothing came: a request to stop is seen
+                if batch.full:
+                    await self._take_step(batch)
+                elif self._streams and batch.pending_tokens() >= self._part_tokens:
+                    self._report_phase(f"computing on {batch.groups} of {self.algorithm.prompts_per_step} groups")
+                    await asyncio.to_thread(self._accumulate, batch)
+                    batch.timer.lap("train")
+        except BadInput:
+            await self._release_leases("the trainer cannot go on")
+            raise
+        await self.collector.release("the run ends")
+        await self.checkpoints.save_rest(self.step)
+        await self.publisher.wait_committed()
+        await self.publisher.wait_files()
+        self.ctx.event("training_finished", step=self.step, target=self.algorithm.steps)
+
+    async def _take_step(self, batch: StepBatch) -> None:
+        """Take the step whose groups are all there: values, gradients, update, publication, critic, checkpoint."""
         self._held = batch
         self._report_phase("computing")
         if self.critic is not None:
             await self.critic.compute_values(batch.samples, self.step)
         async with self._own_device():
-            result = await asyncio.to_thread(self._train, batch)
+            result = await asyncio.to_thread(self._update, batch)
             batch.timer.lap("train")
             await self._complete(batch, result)
         if self.critic is not None:
@@ -135,31 +160,30 @@ class TrainerRole(RLRole[TrainerSettings]):
         final = self.step >= self.algorithm.steps
         await self.checkpoints.save_if_due(self.step, final=final, early=self._early_checkpoint)
 
+    # The parts of a step.
+
     async def _collect(self) -> StepBatch | None:
         """Return what is there of the step's groups; None if nothing came.
 
         Raises:
             NoProgress: so many groups failed in a row that the run is to end; all that was learnt is saved.
         """
-        try:
-            batch = await self.collector.collect(self.step + 1)
-            if batch is None:
-                report = await self.queue.progress()
-                if report.ended:
-                    raise no_progress(self.config, report)
-                if lost := failure_summary(report):
-                    self.ctx.progress.waiting(f"{self.collector.waiting_for}; {lost}")
-            return batch
-        except NoProgress:
-            await self.checkpoints.save_rest(self.step)
-            raise
+        batch = await self.collector.collect(self.step + 1)
+        if batch is None:
+            report = await self.queue.progress()
+            if report.ended:
+                await self.checkpoints.save_rest(self.step)
+                raise no_progress(self.config, report)
+            if lost := failure_summary(report):
+                self.ctx.progress.waiting(f"{self.collector.waiting_for}; {lost}")
+        return batch
 
     def _accumulate(self, batch: StepBatch) -> None:
         from relax_rt.roles.training.step import accumulate
 
         accumulate(batch, self.backend, self.objective, self.weights.version)
 
-    def _train(self, batch: StepBatch) -> StepResult:
+    def _update(self, batch: StepBatch) -> StepResult:
         """Compute the gradients that are not there yet, and take the step's update or updates. Blocks."""
         from relax_rt.roles.training.step import idle_token_metrics, take_updates
 
@@ -215,8 +239,8 @@ class TrainerRole(RLRole[TrainerSettings]):
         self._skipped += 1
         self.ctx.event("update_skipped" if result.applied else "step_skipped", step=self.step + 1, why=result.why)
         if self._skipped >= SKIPPED_IN_A_ROW:
-            which = "had an update that was thrown away" if result.applied else "were thrown away"
-            hint = "lower the learning rate (algorithm.learning_rate); `relax-rt up` goes on from a checkpoint"
+            which = "had a skipped update" if result.applied else "were skipped"
+            hint = "lower the learning rate (algorithm.learning_rate); `relax-rt up` resumes from a checkpoint"
             raise GivenUp(f"{self._skipped} steps in a row {which}", why=result.why, hint=hint)
 
     @asynccontextmanager
@@ -248,7 +272,7 @@ class TrainerRole(RLRole[TrainerSettings]):
     @property
     def _quarantine_note(self) -> str:
         names = self.checkpoints.quarantined
-        return f" (skipped, and set aside: {', '.join(names)})" if names else ""
+        return f" (skipped and quarantined: {', '.join(names)})" if names else ""
 
     def _record(self, batch: StepBatch, result: StepResult) -> None:
         """Write the step's metrics and a log line."""
@@ -272,41 +296,13 @@ class TrainerRole(RLRole[TrainerSettings]):
         self.ctx.log.info(done, version=self.weights.version, **shown)
         self.ctx.progress.advance(1, f"{done} is done{self._quarantine_note}")
 
-    # The run.
-
-    async def run(self) -> None:
-        if self._follower is not None:
-            await self.ctx.ready()
-            await asyncio.to_thread(self._follower.run)
-            return
-        finishing = asyncio.create_task(self._allow_finishing())
-        try:
-            await self._work()
-        finally:
-            finishing.cancel()
+    # The end.
 
     async def _allow_finishing(self) -> None:
         """When asked to stop, extend the deadline: one micro-batch of the step in hand may take longer than other roles
         have to stop. The step may take what steps have taken, and as much again."""
         await self.ctx.stopping.wait()
         self.ctx.progress.extend(max(STEP_ALLOWANCE_S, 2 * self._longest_s), "asked to stop: finishing the step")
-
-    async def _work(self) -> None:
-        if not await self._start():
-            await asyncio.to_thread(self.backend.close)
-            return
-        try:
-            while self.step < self.algorithm.steps and not self.ctx.stopping.is_set():
-                await self._one_step()
-        except BadInput:
-            await self._release_leases("the trainer cannot go on")
-            raise
-        await self.collector.release("the run ends")
-        await self.checkpoints.save_rest(self.step)
-        await self.publisher.wait_committed()
-        await self.publisher.wait_files()
-        await asyncio.to_thread(self.backend.close)
-        self.ctx.event("training_finished", step=self.step, target=self.algorithm.steps)
 
     async def _release_leases(self, reason: str) -> None:
         """Release the leases of the step in hand. The samples are not to blame: without this, the trainer's death would
@@ -400,13 +396,13 @@ class TrainerRole(RLRole[TrainerSettings]):
             self.backend,
             self.objective,
             critic=self.critic,
-            sampling=self._group_filter or (self._curriculum.lookahead if self._curriculum is not None else None),
+            sampling=self._group_filter or (self._curriculum.sampler if self._curriculum is not None else None),
             every_steps=table.every_steps,
         )
         self._empty_steps = EmptySteps(self.ctx, self.objective)
 
     async def _start(self) -> bool:
-        """Resume from the newest checkpoint, tell the queue, and publish these weights as a new version.
+        """Resume from the newest checkpoint, roll the queue back to it, and publish these weights as a new version.
 
         The version is a re-publication of the checkpoint's: it adds nothing to any distance.
 
@@ -414,10 +410,22 @@ class TrainerRole(RLRole[TrainerSettings]):
             False: the role was asked to stop before there were any weights to publish.
         """
         from relax_rt.roles.training.publication.carriers import WeightFiles
+        from relax_rt.roles.training.publication.publisher import Publisher
 
         known = await self.ctx.registry.versions()
         files = await asyncio.to_thread(WeightFiles.of, self.ctx)
-        self.publisher = self._open_publisher(known[-1].version if known else ROOT, files)
+        self.publisher = Publisher(
+            self.ctx,
+            self.stage,
+            self.backend,
+            # One dtype for all engines: validation sees to that.
+            dtype=self.config.roles["rollout"].dtype,
+            table=self.table(PublicationTable),
+            engines=[name for name, table in self.config.roles.items() if isinstance(table, RolloutSettings)],
+            committed=known[-1].version if known else ROOT,
+            files=files,
+            communicator=communicator_of(self.config),
+        )
         self.resources.push_async_callback(self.publisher.close)
         self.checkpoints.publisher = self.publisher
         self.checkpoints.store.published = {one.version: one.digest for one in known}
@@ -455,20 +463,3 @@ class TrainerRole(RLRole[TrainerSettings]):
         if done:
             await phase.adopt(self.objective)
         return done
-
-    def _open_publisher(self, committed: int, files: WeightFiles | None) -> Publisher:
-        from relax_rt.roles.training.publication.publisher import Publisher
-
-        engines = [name for name, settings in self.config.roles.items() if isinstance(settings, RolloutSettings)]
-        return Publisher(
-            self.ctx,
-            self.stage,
-            self.backend,
-            # One dtype for all engines: validation sees to that.
-            dtype=self.config.roles["rollout"].dtype,
-            table=self.table(PublicationTable),
-            engines=engines,
-            committed=committed,
-            files=files,
-            communicator=communicator_of(self.config),
-        )

@@ -64,7 +64,7 @@ async def test_rows_are_those_of_a_plain_forward_pass_whatever_runs_beside(drive
         check(driver, request, completion)
 
 
-async def test_rows_of_a_prompt_are_told_from_where_they_are_wanted(driver: Driver) -> None:
+async def test_rows_of_a_prompt_start_at_the_requested_position(driver: Driver) -> None:
     assert driver.engine.routing is not None
     prompt = range(10, 30)
     for start in (1, 7, len(prompt) - 1):

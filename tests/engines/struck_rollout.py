@@ -35,7 +35,7 @@ class StruckRollout(RolloutRole):
 
     def _strike(self, version: int) -> None:
         """The guard over the server lives, and sees to what is left."""
-        struck, guard = self.ctx.run_dir / STRUCK, self.engine.server_pid
+        struck, guard = self.ctx.run_dir / STRUCK, self.engine._server.pid
         if version < AT_VERSION or struck.exists():
             return
         struck.write_text(str(version))

@@ -59,7 +59,7 @@ async def running(model: Path, folder: Path, **table: Any) -> AsyncIterator[Driv
     driver = Driver(engine, model, Traits())
     try:
         await driver.start()
-        pids = procfs.descendants(engine.server_pid)
+        pids = procfs.descendants(engine._server.pid)
         assert len(pids) >= 2, "the server and its scheduler"
         await publish(driver, "recompute")
         yield driver
@@ -116,7 +116,7 @@ def is_out(driver: Driver, kind: type[Exception]) -> BaseException:
 
 
 def scheduler_of(engine: SglangEngine) -> int:
-    for pid in procfs.descendants(engine.server_pid):
+    for pid in procfs.descendants(engine._server.pid):
         if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
     raise AssertionError("no scheduler among the server's processes")
@@ -260,7 +260,7 @@ from sglang_parts import make_engine
 async def main():
     engine = make_engine(Path({model!r}), Path({folder!r}))
     await engine.start(lambda chunks: None, lambda error: None)
-    print(engine.server_pid, flush=True)
+    print(engine._server.pid, flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())

@@ -39,9 +39,9 @@ STEPS = {
 
 def server_of(engine: SglangEngine) -> int:
     """The server itself, which answers HTTP: the guard's child."""
-    for pid in procfs.descendants(engine.server_pid):
+    for pid in procfs.descendants(engine._server.pid):
         fields = procfs.stat_fields(pid)
-        if fields is not None and int(fields[1]) == engine.server_pid:
+        if fields is not None and int(fields[1]) == engine._server.pid:
             return pid
     raise AssertionError("the guard has no child")
 

@@ -150,7 +150,10 @@ def test_slots_are_used_again_and_a_pinned_one_is_left_alone(tmp_path: Path) -> 
 def test_memory_of_another_device_is_refused(tmp_path: Path) -> None:
     buffer = DeviceBuffer(1024)
     memory = buffer.export()
-    with pytest.raises(Refused, match="works on"), device.opened(type(memory)(memory.handle, "GPU-other", 0, 1024)):
+    with (
+        pytest.raises(Refused, match="works on"),
+        device.open_device_memory(type(memory)(memory.handle, "GPU-other", 0, 1024)),
+    ):
         pass
     buffer.free()
 

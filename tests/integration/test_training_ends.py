@@ -56,7 +56,7 @@ def test_a_loss_that_is_no_number_for_good_ends_the_run_once(runs: list[TinyRun]
     failed = [e["diagnosis"] for e in run.events("slot_exited") if e["diagnosis"]["kind"] not in ("clean", "killed")]
     assert [(d["slot"], d["kind"]) for d in failed] == [("trainer/0", "given_up")]
     assert not run.events("slot_restarting") and not run.events("resumed")
-    cause = f"{SKIPPED_IN_A_ROW} steps in a row were thrown away: loss is nan in step {skipped[-1]}"
+    cause = f"{SKIPPED_IN_A_ROW} steps in a row were skipped: loss is nan in step {skipped[-1]}"
     assert cause in run.events("run_done")[-1]["reason"]
     why = " ".join(told(run, "why").split())
     assert cause in why and "lower the learning rate" in why, why

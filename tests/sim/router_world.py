@@ -167,7 +167,7 @@ class Checker:
                 for request in placed
                 if request.assignment and (request.assignment.slot, request.assignment.epoch) == (slot, engine.epoch)
             ]
-            have = core.outstanding(slot, engine.epoch), core._loads.longs(slot, engine.epoch)
+            have = core._loads.tokens(slot, engine.epoch), core._loads.longs(slot, engine.epoch)
             if have != (sum(request.expected for request in at), sum(request.long for request in at)):
                 self.found(
                     ACCOUNT, f"{slot}#{engine.epoch} has {have}, its sequences are {[request.number for request in at]}"

@@ -174,12 +174,8 @@ class Limit:
     """One by one without any queue: 8 KiB copied, a request to another process that writes it to a file, its answer."""
 
     def __init__(self, folder: Path) -> None:
-        ours, theirs = socket.socketpair()
-        if os.fork() == 0:
-            ours.close()
-            answer_requests(theirs, folder / "limit.log")
-        theirs.close()
-        self._socket = ours
+        self._socket, self._awaited = answerer(folder / "limit.log"), answerer(folder / "awaited.log")
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._memory = np.frombuffer(mmap.mmap(-1, SINGLE_FLOATS * 4), dtype=np.float32)
 
     async def put_each(self, n: int) -> float:
@@ -201,6 +197,45 @@ class Limit:
                 self._socket.recv(ANSWER)
             touch(self._memory)
         return time.perf_counter() - start
+
+    async def _round_trip(self) -> None:
+        if self._streams is None:
+            self._streams = await asyncio.open_unix_connection(sock=self._awaited)
+        reader, writer = self._streams
+        writer.write(bytes(REQUEST))
+        await reader.readexactly(ANSWER)
+
+    async def put_awaited(self, n: int) -> float:
+        """As put_each, but awaited on an event loop."""
+        data = single()[0]
+
+        async def put() -> None:
+            for _ in range(n):
+                self._memory[:] = data
+                await self._round_trip()
+
+        return await seconds(put())
+
+    async def get_awaited(self, n: int) -> float:
+        """As get_each, but awaited on an event loop."""
+
+        async def get() -> None:
+            for _ in range(n):
+                await self._round_trip()
+                await self._round_trip()
+                touch(self._memory)
+
+        return await seconds(get())
+
+
+def answerer(path: Path) -> socket.socket:
+    """A process that writes each request to a file before it answers."""
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        answer_requests(theirs, path)
+    theirs.close()
+    return ours
 
 
 def answer_requests(sock: socket.socket, path: Path) -> None:

@@ -106,7 +106,7 @@ def ipc(mib: int) -> None:
             assert json.loads(sender.stdout.readline())["did"] == "shown"
             own, into = device.DeviceBuffer(nbytes), device.DeviceBuffer(nbytes)
             own.view.array()[:] = device_far_end.pattern(nbytes)
-            with device.opened(read_export(Path(folder), 1).memory) as theirs:
+            with device.open_device_memory(read_export(Path(folder), 1).memory) as theirs:
                 seconds: dict[str, list[float]] = {"own": [], "ipc": []}
                 for _ in range(ROUNDS + 1):
                     for name, source in (("own", own.view), ("ipc", theirs)):

@@ -144,7 +144,7 @@ class ArenaWriter:
             raise Refused(f"slabs of {who}", why=f"names with '{SPILL_PREFIX}' are those of spilled files")
         self._dir, self._who = shm_dir, who
         self._capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
-        self._slab_bytes = min(_pages(slab_bytes), self._capacity_bytes)
+        self._slab_bytes = min((max(1, -(-slab_bytes // PAGE_BYTES)) * PAGE_BYTES), self._capacity_bytes)
         self._idle_s, self._clock = idle_s, clock
         self._slabs: dict[str, Slab] = {}
         self._total_bytes = self._used_bytes = self._made = self._floor_bytes = 0
@@ -435,10 +435,6 @@ class ArenaWriter:
             self._closed = True
             self._slabs.clear()
             self._total_bytes = self._used_bytes = 0
-
-
-def _pages(nbytes: int) -> int:
-    return max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
 
 
 def _row_key(row: Mapping[str, Any]) -> RowKey | None:

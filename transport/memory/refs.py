@@ -5,6 +5,7 @@ A slab's name says whose memory it is: ``<slot>-<epoch>-<n>.slab``; ``spill-…`
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from typing import Annotated, Protocol
@@ -80,6 +81,7 @@ _SPILLED = re.compile(r"spill-[A-Za-z0-9_.-]{1,200}")
 _SLOT = re.compile(r"[A-Za-z0-9_.-]{1,100}/\d{1,9}")
 
 
+@functools.lru_cache(maxsize=4096)
 def owner_key(who: Incarnation) -> str:
     """The incarnation's name in slab names."""
     return f"{who.slot.replace('/', '-')}-{who.epoch}"

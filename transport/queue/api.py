@@ -162,7 +162,7 @@ class QueueApi(Protocol):
 
     @idempotent
     async def request_surplus(self, seq: Count, groups: Count) -> None:
-        """Until the next `trained` so many groups may be under way beyond the bound; over_provision, if it is more."""
+        """Allow so many groups beyond the staleness bound until the next step; over_provision counts if it is more."""
 
     @idempotent
     async def assign_items(self, seq: Count, items: dict[Count, Count]) -> ItemsAssigned:

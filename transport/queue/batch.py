@@ -156,7 +156,7 @@ class LeasedMemory:
         self._roots = [root for root in self._roots if root() is not None]
 
     def _is_shared(self, index: int) -> bool:
-        """What was fetched from another node is a copy of our own."""
+        """Whether the block lies in shared memory; one fetched from another node is a private copy."""
         extent = self.refs[index].extent
         return extent is not None and owner_of(extent.slab) not in self._remote
 
@@ -191,7 +191,7 @@ class LeasedBatch:
 
     @property
     def samples(self) -> list[LeasedSample]:
-        """Its samples, in order."""
+        """The samples, in order."""
         if self._samples is None:
             infos = [*self._infos, *(info for run in self._runs for info in run.infos())]
             self._samples = [LeasedSample(info, self._memory) for info in infos]
@@ -285,7 +285,7 @@ class LeasedBatch:
         return self._concatenated(name)
 
     def without(self, groups: Collection[int]) -> LeasedBatch:
-        """What is left of it without these groups, over the same memory."""
+        """Return the batch without these groups, over the same memory."""
         rest = copy.copy(self)
         rest._infos = [info for info in self._infos if info.key.group not in groups]
         rest._samples, rest._length = None, len(rest._infos)

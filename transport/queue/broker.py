@@ -41,7 +41,7 @@ from relax_rt.transport.queue.ledger.messages import (
 )
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.queue.ledger.state import ClientProcess
-from relax_rt.transport.queue.samplers.loading import load_sampler
+from relax_rt.transport.queue.samplers.builtin import load_sampler
 from relax_rt.transport.queue.statistics import States, broker_statistics
 from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
@@ -374,7 +374,7 @@ class Broker(JournaledBroker[Ledger]):
         return self._ledger.core.held
 
     def summary(self) -> str:
-        """What the queue does, in a line for `ps`."""
+        """Describe the state of the queue in one line, for `ps`."""
         core = self._ledger.core
         failed = core.state.progress.failed_groups
         lost = f", {failed} groups in a row failed" if failed else ""

@@ -41,8 +41,7 @@ from relax_rt.transport.queue.ledger.messages import (
     VersionSpan,
 )
 from relax_rt.transport.queue.partials import CALL_CHUNKS, PartialCompletion, decode_partial, in_calls
-from relax_rt.transport.queue.puts import PUT_WAIT_S, CopyThreads, GroupPuts, PayloadWriter, puts_of
-from relax_rt.transport.queue.reasons import WaitReasons
+from relax_rt.transport.queue.puts import PUT_WAIT_S, CopyThreads, GroupPuts, PayloadWriter, WaitReasons, puts_of
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -60,7 +59,7 @@ _log = logging.getLogger("relax_rt.transport")
 
 
 class NewSample(msgspec.Struct, frozen=True):
-    """What a producer puts: all its columns of one sample, and the policy version of each token."""
+    """One new sample: all its columns, and the policy version of each token."""
 
     key: SampleKey
     columns: Mapping[str, Any]
@@ -652,9 +651,16 @@ class QueueClient:
         outcome: asyncio.Future[T] = loop.create_future()
         task = loop.create_task(self._carry_out(work, outcome, undo))
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        task.add_done_callback(functools.partial(_refuse_if_closed, outcome))
+        task.add_done_callback(functools.partial(self._carried_out, outcome))
         return await outcome
+
+    def _carried_out(self, outcome: asyncio.Future[Any], task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if task.cancelled() and not outcome.done():
+            # By close(): the caller learns that nobody waits for the answer any more.
+            why = "this end of the queue was closed while it was under way: it may have been carried out, or not"
+            hint = "end your calls before you leave the queue"
+            outcome.set_exception(Refused("call of the queue", why=why, hint=hint))
 
     @staticmethod
     async def _carry_out(
@@ -755,10 +761,3 @@ class QueueClient:
             mine = [group for group in lost if self.groups.pop(group, None) is not None]
             if mine and self._on_lost is not None:
                 self._on_lost(mine)
-
-
-def _refuse_if_closed(outcome: asyncio.Future[Any], task: asyncio.Task[None]) -> None:
-    """Tell the caller of a call under which the client was closed that nobody waits for the answer any more."""
-    if task.cancelled() and not outcome.done():
-        why = "this end of the queue was closed while it was under way: it may have been carried out, or not"
-        outcome.set_exception(Refused("call of the queue", why=why, hint="end your calls before you leave the queue"))

@@ -17,7 +17,7 @@ CALL_CHUNKS = 1024
 
 
 class PartialCompletion(msgspec.Struct, frozen=True):
-    """What was sampled of a member before: the first tokens of its completion, and their rows (see PartialChunk)."""
+    """The saved first tokens of a member's completion, with their rows (see PartialChunk)."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -65,7 +65,7 @@ def _values(code: str, data: bytes) -> list[Any]:
 
 
 def decode_partial(chunk: PartialChunk) -> PartialCompletion:
-    """What `load_partials` answered, as values."""
+    """Decode a chunk that `load_partials` returned."""
     tokens, logprobs = _values("i", chunk.tokens), _values("f", chunk.logprobs)
     return PartialCompletion(tokens, logprobs, chunk.versions, chunk.origin, chunk.rows)
 

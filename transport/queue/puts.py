@@ -25,11 +25,10 @@ from relax_rt.transport.memory.fields import (
 )
 from relax_rt.transport.memory.refs import Extent, extents_in
 from relax_rt.transport.queue.ledger.messages import BlockPut, GroupsPut, RowPut, SampleKey, VersionSpan
-from relax_rt.transport.queue.reasons import WaitReasons
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused, RelaxError, StaleEpoch
 
 PUT_WAIT_S = 600.0
-"""How long a put of groups waits for room, unless its caller says otherwise."""
+"""Default time that a put of groups waits for room."""
 MAX_ROWS = 2048
 """Samples of one message."""
 MAX_BYTES = 4 << 20
@@ -97,7 +96,7 @@ class CopyThreads:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def close(self) -> None:
-        """What was begun goes to its end."""
+        """Accept no more work; running copies finish."""
         self._closed = True
         self._executor.shutdown(wait=False)
 
@@ -196,7 +195,7 @@ class PayloadWriter:
         return self._arena.used_bytes
 
     def free(self, extents: Sequence[Extent]) -> None:
-        """Nobody reads these any more."""
+        """Free extents that no reader uses."""
         for extent in extents:
             self._arena.free(extent)
 
@@ -207,7 +206,7 @@ def nbytes_of(columns: Mapping[str, Any]) -> int:
 
 
 class PendingPut(msgspec.Struct):
-    """What one caller puts: rows, the sizes of the groups they make, their priorities, and how long they may wait."""
+    """The put of one caller: rows, sizes of their groups, priorities, and the deadline."""
 
     rows: Rows
     groups: list[int]
@@ -250,7 +249,15 @@ class PutBatcher:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         if self._pending >= MAX_PENDING:
-            await self._wait_for_room(deadline)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    while self._pending >= MAX_PENDING and not self._closed:
+                        self._room.clear()
+                        await self._room.wait()
+            except TimeoutError:
+                raise OutOfSpace(
+                    "put", why=f"{self._pending} samples of this process wait to be sent already"
+                ) from None
         if self._closed:
             raise _closed()
         put = PendingPut(rows, groups, priorities, nbytes, deadline, loop.create_future())
@@ -263,15 +270,6 @@ class PutBatcher:
         if len(ids) == len(rows):
             return [SampleKey(id_, 0) for id_ in ids]
         return [SampleKey(id_, member) for id_, size in zip(ids, groups, strict=True) for member in range(size)]
-
-    async def _wait_for_room(self, deadline: float) -> None:
-        try:
-            async with asyncio.timeout_at(deadline):
-                while self._pending >= MAX_PENDING and not self._closed:
-                    self._room.clear()
-                    await self._room.wait()
-        except TimeoutError:
-            raise OutOfSpace("put", why=f"{self._pending} samples of this process wait to be sent already") from None
 
     async def _run(self) -> None:
         """Send until nothing waits: what comes while a message is under way goes with the next one."""
@@ -483,3 +481,51 @@ def _in_order(placed: PlacedBlock) -> BlockPut:
 def _check_priorities(n: int, priorities: Sequence[float] | None) -> None:
     if priorities is not None and len(priorities) != n:
         raise Refused(f"put of {n} samples", why=f"it comes with {len(priorities)} priorities")
+
+
+class WaitReasons:
+    """Reasons of the waits under way.
+
+    Args:
+        on_change: gets the reason of the wait that began last, and an empty string when none is left.
+    """
+
+    def __init__(self, on_change: Callable[[str], None] | None = None) -> None:
+        self._on_change = on_change
+        self._waits: dict[object, str] = {}
+        self.current = ""
+        """Of the wait that began last; empty when there is none."""
+
+    def wait(self) -> Wait:
+        """A wait that may come: it begins with its first reason."""
+        return Wait(self)
+
+    def tell(self, wait: object, reason: str) -> None:
+        """The reason of a wait is this now; empty: it is over."""
+        if reason:
+            self._waits[wait] = reason
+        elif self._waits.pop(wait, None) is None:
+            return
+        current = next(reversed(self._waits.values()), "")
+        if current != self.current:
+            self.current = current
+            if self._on_change is not None:
+                self._on_change(current)
+
+
+class Wait:
+    """One wait; called with its reason, and with an empty string when it is over."""
+
+    __slots__ = ("_reasons",)
+
+    def __init__(self, reasons: WaitReasons) -> None:
+        self._reasons = reasons
+
+    def __call__(self, reason: str) -> None:
+        self._reasons.tell(self, reason)
+
+    def __enter__(self) -> Wait:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self("")

@@ -16,8 +16,7 @@ from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.payload_fetcher import Fetcher
 from relax_rt.transport.queue.batch import LeasedBatch
 from relax_rt.transport.queue.client import NewSample, QueueClient
-from relax_rt.transport.queue.hosting import Host, tasks_of
-from relax_rt.transport.queue.joining import CALL_TIMEOUT_S, BrokerFinder, bind, join, keys_for
+from relax_rt.transport.queue.hosting import CALL_TIMEOUT_S, BrokerFinder, Host, bind, join, keys_for, tasks_of
 from relax_rt.transport.queue.ledger.messages import Admission, Failure, ItemsAssigned, Membership, SampleKey, StepReply
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits, SamplerSpec
 from relax_rt.transport.queue.puts import PUT_WAIT_S
@@ -72,7 +71,7 @@ class TransferQueue:
         self.host: Host | None = None
         """The broker, when this process serves the queue."""
         self.linger_s = 0.0
-        """How long leaving waits, at most, for others to read what this process put (see connect)."""
+        """Longest time that leaving waits until others have read the samples of this process (see connect)."""
 
     @classmethod
     def serve(

@@ -449,7 +449,6 @@ class ServerConnection:
         if type(request) is RequestFrame and not self.channel.congested:
             eager = server.eager.get((request.api, request.method))
             if eager is not None:
-                server.counters.requests += 1
                 self._run_eagerly(request, *eager, arrived)
                 return
         kind = StreamTask if isinstance(request, OpenStreamFrame) else CallTask
@@ -468,14 +467,13 @@ class ServerConnection:
             waits_for = self._context.run(work.send, None)
         except StopIteration as end:
             message, faulty = self.encode_reply(request, method, end.value)
-        except Exception as error:  # noqa: BLE001 - whatever user code raises goes to the caller
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - whatever user code raises goes to the caller
             message, faulty = self.encode_fault(request, error), True
         else:
             deadline = arrived + bounded_s(request.timeout_s)
-            # Counted as a request by _add.
-            counters.requests -= 1
             self._add(CallTask(self, request, self._context.copy(), deadline, (method, resume(work, waits_for))))
             return
+        counters.requests += 1
         counters.replies += not faulty
         counters.faults += faulty
         self.channel.send(message)

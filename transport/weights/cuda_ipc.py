@@ -229,7 +229,7 @@ class CudaIpcSource:
                 raise Gone(f"policy version {self.record.version}", why="its memory is being filled anew") from None
             if read_export(self._folder, self.record.version) != self._export:
                 raise Gone(f"policy version {self.record.version}", why="exported again by another incarnation")
-            with device.opened(self._export.memory) as view:
+            with device.open_device_memory(self._export.memory) as view:
                 yield view
         except DeviceFailed:
             # If the owner is dead, say so instead of the CUDA error that follows from it.

@@ -147,7 +147,7 @@ class DeviceBuffer:
 
 
 @contextmanager
-def opened(memory: Memory) -> Iterator[DeviceView]:
+def open_device_memory(memory: Memory) -> Iterator[DeviceView]:
     """Device memory of another process.
 
     Raises:

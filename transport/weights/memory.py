@@ -64,7 +64,7 @@ class HostView:
 
 
 @contextmanager
-def opened(memory: Memory, *, writable: bool) -> Iterator[HostView]:
+def map_host_memory(memory: Memory, *, writable: bool) -> Iterator[HostView]:
     """Map a file of shared memory for the length of a block.
 
     Raises:
@@ -93,7 +93,7 @@ def opened(memory: Memory, *, writable: bool) -> Iterator[HostView]:
             pass  # a library that was aborted may still hold a view; its pages go with the process
 
 
-def allocate(path: Path, nbytes: int) -> HostMemory:
+def allocate_host_memory(path: Path, nbytes: int) -> HostMemory:
     """Create the file `path`, which lies in shared memory, with all its pages.
 
     Raises:

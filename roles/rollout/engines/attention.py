@@ -1,4 +1,4 @@
-"""Attention of the embedded engine over rows of a slot cache, and which rows are attended together."""
+"""Attention of the embedded engine over rows of the slot cache, with rows of similar length computed together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relax_rt.transport.rpc.errors import Refused
 QUANTUM = 64
 """Lengths up to this are one class; each further class is twice as long."""
 CALL_COST = 2048
-"""What one more attention call costs, in key positions that it could read instead (measured: tools/bench/engine.py)."""
+"""Cost of a further attention call, in key positions read in the same time (measured with tools/bench/engine.py)."""
 
 
 class Segment(NamedTuple):
@@ -26,16 +26,15 @@ class Segment(NamedTuple):
 
 
 def length_class(length: int) -> int:
-    """0 up to QUANTUM positions, and one more for each doubling."""
+    """Return 0 up to QUANTUM positions, and one more for each doubling."""
     return max(0, (length - 1) // QUANTUM).bit_length()
 
 
 def segments(lengths: Sequence[int]) -> list[Segment]:
-    """Cut rows into runs, so that reading each run as far as its longest row costs little; rows as they stand.
+    """Split rows, in their order, into runs, so that reading each run up to its longest row wastes little.
 
-    Short runs go with their neighbour where that costs less than a call of their own, and all rows with each other
-    where cutting them does not pay. Rows that are ordered by
-    length_class give the best runs; any order gives a right answer.
+    Short runs are merged with their neighbour if that costs less than a call of their own, and all runs if splitting
+    does not pay. Rows ordered by length_class give the best runs; any order gives a correct result.
     """
     found: list[Segment] = []
     start = 0
@@ -55,13 +54,13 @@ def segments(lengths: Sequence[int]) -> list[Segment]:
 
 
 def _merged_cost(one: Segment, other: Segment) -> int:
-    """Positions read for nothing if both are read as far as the longer one."""
+    """Return the positions read in vain if both are read up to the longer one."""
     upto = max(one.upto, other.upto)
     return (one.end - one.start) * (upto - one.upto) + (other.end - other.start) * (upto - other.upto)
 
 
 NAME = "relax_rt_gqa"
-"""What transformers' models find it by (attn_implementation)."""
+"""Its name for transformers' models (attn_implementation)."""
 
 
 def grouped_query_attention(
@@ -80,12 +79,12 @@ def grouped_query_attention(
     """Attention without repeating keys and values for the heads that share them.
 
     In decode the query heads of one key head become query positions of one attention over that head, which reads the
-    cache once instead of heads/kv_heads times; rows of about one length are attended together (`segments`, with each
-    one's mask), so that a long sequence does not make all others read as far as it.
+    cache once instead of heads/kv_heads times. Rows of similar length are computed together (`segments`, each with its
+    mask), so that the others are not read up to the length of the longest sequence.
     Shapes: query [b, heads, q, d], key and value [b, kv_heads, k, d].
     """
     if softcap is not None or s_aux is not None:
-        raise Refused("attention of this model", why="scores that are capped, and sinks, are not computed")
+        raise Refused("attention of this model", why="capped scores and attention sinks are not computed")
     batch, heads, length, dim = query.shape
     groups = heads // key.shape[1]
     if segments is not None:

@@ -14,7 +14,7 @@ LENGTH_QUANTUM = 64
 
 
 class Fill(NamedTuple):
-    """Tokens to be computed into a row, from position `start` on; what is before it is there already."""
+    """Tokens to compute into a row, from position `start` on; the positions before it are in the cache."""
 
     row: int
     start: int
@@ -24,8 +24,8 @@ class Fill(NamedTuple):
 class SlotCache(Cache):  # type: ignore[misc]
     """Keys and values of up to `slots` sequences, one row a sequence; active rows are kept at the front.
 
-    Each layer holds K and V as [slots, kv_heads, length, head_dim]. A forward pass is either a fill (several new tokens
-    of some rows, padded on the right) or a step of decoding (one new token of each of the first rows).
+    Each layer has K and V as [slots, kv_heads, length, head_dim]. A forward pass is either a fill (several new tokens
+    of some rows, padded on the right) or a decode step (one new token of each of the first rows).
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.release()
 
     def reserve(self, length: int) -> None:
-        """Make every slot at least `length` positions long, keeping what it holds."""
+        """Make every slot at least `length` positions long, content kept."""
         if length <= self.length:
             return
         grown = -(-length // LENGTH_QUANTUM) * LENGTH_QUANTUM
@@ -57,18 +57,18 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.length = grown
 
     def release(self) -> None:
-        """Let go of all memory; what the rows held is gone."""
+        """Free all memory; the content is lost."""
         self.length = 0
         self._keys = [torch.empty(0) for _ in range(self._layers_count)]
         self._values = [torch.empty(0) for _ in range(self._layers_count)]
 
     def begin_fill(self, fills: list[Fill]) -> None:
-        """The next forward pass computes these rows, in this order, padded on the right to the longest."""
+        """Prepare for a forward pass over these rows, in this order, padded on the right to the longest."""
         self._fills = fills
         self._upto = max(f.start + len(f.tokens) for f in fills)
 
     def begin_decode(self, positions: torch.Tensor) -> None:
-        """The next forward pass adds one token at `positions` [rows] of the first rows."""
+        """Prepare for a forward pass that adds one token at `positions` [rows] of the first rows."""
         self._fills = []
         self._rows = torch.arange(len(positions), device=self.device)
         self._positions = positions
@@ -86,7 +86,7 @@ class SlotCache(Cache):  # type: ignore[misc]
                 tensor[targets, :, :length] = tensor[source, :, :length]
 
     def exchange(self, one: int, other: int, length: int) -> None:
-        """Two rows change places; `length` is that of the longer one."""
+        """Exchange two rows; `length` is that of the longer one."""
         for store in (self._keys, self._values):
             for tensor in store:
                 kept = tensor[one, :, :length].clone()
@@ -94,11 +94,11 @@ class SlotCache(Cache):  # type: ignore[misc]
                 tensor[other, :, :length] = kept
 
     def copy_out(self, row: int, length: int) -> torch.Tensor:
-        """A row's first positions, [2, layers, kv_heads, length, head_dim]."""
+        """Return a copy of a row's first positions, [2, layers, kv_heads, length, head_dim]."""
         return torch.stack([torch.stack([t[row, :, :length] for t in store]) for store in (self._keys, self._values)])
 
     def copy_in(self, row: int, held: torch.Tensor, length: int) -> None:
-        """Put the first `length` positions of what copy_out gave into a row."""
+        """Copy the first `length` positions of a result of copy_out into a row."""
         for store, kept in zip((self._keys, self._values), held, strict=True):
             for tensor, layer in zip(store, kept, strict=True):
                 tensor[row, :, :length] = layer[:, :length]
@@ -122,11 +122,11 @@ class SlotCache(Cache):  # type: ignore[misc]
         return keys[rows_of, :, : self._upto], values[rows_of, :, : self._upto]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions are always passed explicitly; the model needs no count from here."""
+        """Not used: positions are always passed explicitly."""
         return 0
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """The mask is passed explicitly as well."""
+        """Not used: the mask is passed explicitly."""
         return self._upto, 0
 
     @property
@@ -139,57 +139,57 @@ T = TypeVar("T")
 
 
 class PrefixStore(Generic[T]):
-    """What the last prompts are kept with, as their KV, by policy version: what older weights computed is never found.
+    """Values of recent prompts, such as their KV, for one policy version: results of older weights are never found.
 
-    Bounded by `capacity` positions in all; the one that was not used for the longest time goes first.
+    An LRU cache, bounded by `capacity` positions in all.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._held: OrderedDict[tuple[int, ...], T] = OrderedDict()
+        self._prompts: OrderedDict[tuple[int, ...], T] = OrderedDict()
         self._version = -1
         self.positions = 0
 
     def find(self, version: int, prompt: tuple[int, ...]) -> tuple[int, T | None]:
-        """The longest common beginning with a prompt of this version, and what that one is kept with; (0, None) if
-        there is none."""
+        """Return the length of the longest common prefix with a prompt of this version, and the value of that one; (0,
+        None) if there is none."""
         if version != self._version:
             return 0, None
-        exact = self._held.get(prompt)
+        exact = self._prompts.get(prompt)
         best, length = (prompt, len(prompt)) if exact is not None else ((), 0)
         if exact is None:
-            for other in self._held:
+            for other in self._prompts:
                 common = common_prefix(prompt, other)
                 if common > length:
                     best, length = other, common
         if not length:
             return 0, None
-        self._held.move_to_end(best)
-        return length, self._held[best]
+        self._prompts.move_to_end(best)
+        return length, self._prompts[best]
 
     def put(self, version: int, prompt: tuple[int, ...], copy: Callable[[], T]) -> None:
-        """Keep a prompt with what `copy` gives, if it is not there yet."""
+        """Store a prompt with the result of `copy`, if it is not there yet."""
         if version != self._version:
             self.clear()
             self._version = version
-        if prompt in self._held or len(prompt) > self._capacity:
+        if prompt in self._prompts or len(prompt) > self._capacity:
             return
-        self._held[prompt] = copy()
+        self._prompts[prompt] = copy()
         self.positions += len(prompt)
         while self.positions > self._capacity:
-            gone, _ = self._held.popitem(last=False)
-            self.positions -= len(gone)
+            oldest, _ = self._prompts.popitem(last=False)
+            self.positions -= len(oldest)
 
     def clear(self) -> None:
-        """Forget all."""
-        self._held.clear()
+        """Remove all prompts."""
+        self._prompts.clear()
         self.positions = 0
 
 
 def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many tokens they have in common from the start."""
+    """Return the length of the common prefix."""
     least, most = 0, min(len(one), len(other))
-    while least < most:  # by halves: comparing slices is done in C
+    while least < most:  # by bisection: slices are compared in C
         middle = (least + most + 1) // 2
         if one[least:middle] == other[least:middle]:
             least = middle

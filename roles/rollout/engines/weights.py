@@ -1,4 +1,4 @@
-"""A model's parameters as views into one flat buffer, twice: one that is used, one that is filled."""
+"""A model's parameters as views into one of two flat buffers: one is in use, the other is filled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from relax_rt.transport.weights.manifest import Layout, layout_of
 
 
 def model_layout(model: torch.nn.Module, dtype: torch.dtype) -> Layout:
-    """Where each parameter lies in a flat buffer of `dtype`; tied parameters once. Same on trainer and engine."""
+    """Return the layout of the parameters in a flat buffer of `dtype`, tied parameters once. Trainer and engine
+    agree."""
     name = str(dtype).removeprefix("torch.")
     return layout_of([(key, name, tuple(p.shape), p.numel() * dtype.itemsize) for key, p in model.named_parameters()])
 
@@ -19,13 +20,13 @@ def model_layout(model: torch.nn.Module, dtype: torch.dtype) -> Layout:
 class FlatWeights:
     """Two flat buffers for a model's weights. Parameters point into the active one; a fetch fills the standby one.
 
-    A swap only moves pointers, so it costs no copy while sequences wait. On another device than the CPU a third
-    buffer, in this process' memory, takes what is fetched (`load` brings it over).
+    A swap only changes pointers: nothing is copied while sequences wait. On a GPU a third buffer, in host memory,
+    receives what is fetched, and `load` copies it to the device.
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
-        # Walking the modules and making views takes most of the time of a swap: neither is left to it.
+        # Walking the modules and making views would take most of the time of a swap: both are done before.
         self._parameters = list(model.parameters())
         self._standby_views: list[torch.Tensor] | None = None
         self.layout = model_layout(model, dtype)
@@ -38,15 +39,18 @@ class FlatWeights:
             parameter.requires_grad_(False)
 
     def standby(self, *, base: bool = False) -> memoryview:
-        """The bytes that a fetch fills, writable; with `base` they hold the weights in use."""
-        target = self._target()
+        """Return the writable bytes that a fetch fills; with `base` they hold the weights in use."""
+        if self._device.type == "cpu":
+            target = self._standby = self._standby if self._standby is not None else self._new(self._device)
+        else:
+            target = self._host = self._host if self._host is not None else self._new(torch.device("cpu"))
         if base:
             target.copy_(self._active)
         array: NDArray[np.uint8] = target.numpy()
         return array.data
 
     def load(self) -> None:
-        """What was fetched is complete: bring it to the device."""
+        """Copy a complete fetch to the device."""
         if self._host is not None:
             self._standby = self._standby if self._standby is not None else self._new(self._device)
             self._standby.copy_(self._host)
@@ -57,7 +61,7 @@ class FlatWeights:
         """Refuse a publication of another model before a byte of it is used.
 
         Raises:
-            Refused: a tensor's name, dtype, shape or place differs.
+            Refused: a tensor's name, dtype, shape or offset differs.
         """
         if layout.entries == self.layout.entries:
             return
@@ -74,13 +78,13 @@ class FlatWeights:
         assert self._standby is not None
         assert self._standby_views is not None
         views, self._standby_views = self._standby_views, None
-        # Nothing is in use where the weights were let go of: then the next fetch has a buffer made for it.
+        # After a release without weights nothing was in use: the next fetch allocates a buffer.
         self._active, self._standby = self._standby, self._active if self._active.numel() else None
         self._point(views)
 
     def release(self, *, keep: bool = True) -> None:
-        """Let go of all memory on the device, and of what a fetch would fill; the weights in use stay in this process'
-        memory, unless `keep` is False: then there are none until the next flip."""
+        """Free all memory on the device, and the buffer that a fetch fills. The weights in use move to host memory,
+        unless `keep` is False: then there are none until the next flip."""
         self._standby = self._standby_views = None
         if not keep:
             self._host, self._active = None, torch.empty(0, dtype=torch.uint8)
@@ -94,7 +98,7 @@ class FlatWeights:
         self._point(self._views_of(self._active))
 
     def resume(self) -> None:
-        """The weights in use, if they were kept, are on the device again."""
+        """Move the weights in use to the device again, if they were kept."""
         if not self._active.numel():
             return
         self._active = self._active.to(self._device)
@@ -104,18 +108,11 @@ class FlatWeights:
         for view, parameter in zip(views, self._parameters, strict=True):
             parameter.data = view
 
-    def _target(self) -> torch.Tensor:
-        if self._device.type == "cpu":
-            self._standby = self._standby if self._standby is not None else self._new(self._device)
-            return self._standby
-        self._host = self._host if self._host is not None else self._new(torch.device("cpu"))
-        return self._host
-
     def _new(self, device: torch.device) -> torch.Tensor:
         return torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
 
     def _views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """A tensor for each entry of the layout, in the memory of `buffer` (uint8, [layout.nbytes])."""
+        """Return a tensor for each entry of the layout, in the memory of `buffer` (uint8, [layout.nbytes])."""
         return [
             buffer[entry.offset : entry.offset + entry.nbytes].view(self._dtype).view(entry.shape)
             for entry in self.layout.entries

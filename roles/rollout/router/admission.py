@@ -16,7 +16,7 @@ import itertools
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -33,10 +33,10 @@ class CapLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one engine, and when its cap changes.
 
     Attributes:
-        most, least: sequences that may run at most, and that may always run.
-        high, low: share of the KV cache in use: the high-water and the low-water mark.
-        shrink: the cap comes down to this share of what is running.
-        every_s: time between two changes of the cap, so that a change can show its effect.
+        most, least: maximum of running sequences, and the number that may always run.
+        high, low: high-water and low-water mark, as shares of the KV cache in use.
+        shrink: the cap falls to this share of the running sequences.
+        every_s: time between two changes of the cap, so that a change can take effect.
     """
 
     most: int
@@ -54,11 +54,11 @@ class CapLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineCap:
-    """The cap of one engine.
+    """Bounds the running sequences of one engine.
 
-    Above the high-water mark nothing is accepted and the cap shrinks; nothing is accepted until the use has fallen to
-    the low-water mark. From there on the cap rises by one at a time, and only while about as many sequences run.
-    Between the marks nothing changes: otherwise the cap would swing with every sequence that ends.
+    Above the high-water mark the cap shrinks, and nothing is accepted until the use has fallen to the low-water mark.
+    Below that the cap rises by one at a time, and only while about as many sequences run. Between the marks nothing
+    changes: otherwise the cap would oscillate with every sequence that ends.
     """
 
     def __init__(self, limits: CapLimits) -> None:
@@ -69,7 +69,7 @@ class EngineCap:
         self._changed_at = float("-inf")
 
     def observe(self, now: float, kv_used: float, running: int) -> None:
-        """Adapt the cap to the use of the KV cache (0 to 1) by so many running sequences."""
+        """Adapt the cap to the use of the KV cache (0 to 1) by the running sequences."""
         limits = self.limits
         if kv_used >= limits.high:
             self.closed = True
@@ -77,23 +77,15 @@ class EngineCap:
                 self._set(now, max(limits.least, int(min(self.cap, running) * limits.shrink)))
         elif kv_used <= limits.low:
             self.closed = False
-            # "Near the cap", not "at it": this may be called just after a sequence has ended.
+            # Near the cap, not at it: this may be called just after a sequence has ended.
             if self.cap < limits.most and running > limits.shrink * self.cap and self._may_change(now):
                 self._set(now, self.cap + 1)
 
     def room(self, running: int) -> int:
-        """Sequences that may be accepted now."""
+        """Return how many sequences may be accepted now."""
         if running < self.limits.least:
             return (self.limits.least if self.closed else max(self.cap, self.limits.least)) - running
         return 0 if self.closed else max(0, self.cap - running)
-
-    def why_full(self, running: int) -> str:
-        """What has to happen before a sequence is accepted; empty if one is."""
-        if self.room(running):
-            return ""
-        if self.closed:
-            return f"the KV cache to empty to {self.limits.low:.0%}"
-        return f"one of {running} sequences to end: the cap is {self.cap}"
 
     def _may_change(self, now: float) -> bool:
         return now - self._changed_at >= self.limits.every_s
@@ -103,21 +95,19 @@ class EngineCap:
             self.cap, self._changed_at = cap, now
 
 
-Trend = Literal["grow", "hold", "preempt"]
-
-
 class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of `FairAdmission`, and when its cap changes.
 
     Attributes:
-        first, least, most: cap on running sequences at the start, always, and ever (a single larger call excepted).
-        waiting: calls that may wait.
-        wait_s: longest wait of a call, from its arrival or its preemption.
+        first, least, most: cap on running sequences at the start, its minimum and maximum (a larger single call may
+            exceed it).
+        waiting: maximum number of waiting calls.
+        wait_s: longest wait of a call, from its submission or preemption.
         high, low: share of the engines' KV caches in use above which calls are preempted, below which the cap grows.
-        slack: share of the running sequences that may wait at the router for an engine: they fill room as it comes.
-        shrink: the cap comes down to this share of what is running.
+        slack: share of the running sequences that may wait at the router for an engine, to fill room as it comes.
+        shrink: the cap falls to this share of the running sequences.
         grow: the cap grows by this share, by at least one.
-        every_s: time between two changes of the cap, so that a change can show its effect.
+        every_s: time between two changes of the cap, so that a change can take effect.
         preemptions: how often one call may be preempted.
     """
 
@@ -146,7 +136,7 @@ class FleetLoad(msgspec.Struct, frozen=True):
 
     Attributes:
         room: further sequences that the engines accept.
-        stalled: our sequences that wait at the router for an engine.
+        stalled: sequences that wait at the router for an engine.
         kv_used: use of the fullest KV cache, 0 to 1.
     """
 
@@ -162,7 +152,7 @@ class Admit(msgspec.Struct, frozen=True):
 
 
 class Preempt(msgspec.Struct, frozen=True):
-    """End a call's sequences; the call waits again."""
+    """Cancel a call's sequences; the call waits again."""
 
     number: int
 
@@ -179,51 +169,50 @@ AdmissionAction = Admit | Preempt | Reject
 
 
 class _QueuedCall:
-    """A call that waits or runs."""
+    """A waiting or running call."""
 
     def __init__(self, number: int, group: str, sequences: int, now: float) -> None:
         self.number, self.group, self.sequences = number, group, sequences
         self.waits_since = now
         self.preemptions = 0
         self.pinned = False
-        """Its caller has seen tokens: it cannot begin anew."""
+        """Its caller has seen tokens, so that it cannot be restarted."""
 
 
 class FairAdmission:
-    """Which calls run: events in, actions out.
+    """Decides which calls run: events in, actions out.
 
     The cap on running sequences *grows* while it is reached and the engines have room, *holds* between, and shrinks
     when the engines fall behind: then the youngest calls are *preempted* and wait again at the head of their queue, so
-    that older ones, whose work is worth more, end first. A call that was preempted too often, or whose caller has seen
-    tokens, is not preempted.
+    that older ones, which have more work to lose, end first. A call that was preempted too often, or whose caller has
+    seen tokens, is not preempted.
 
     Fairness: the next call is of the group with the fewest running sequences; among equals of the one that was served
     longest ago. When the queue is full, a new call takes the place of the youngest call of the group that waits with
     most, or is rejected itself.
 
-    Work is counted in sequences, as engines count it: a call has as many as it wants answers. A call larger than the
-    cap runs when nothing else does; nobody overtakes the call that is next.
+    Work is counted in sequences, as engines count it: a call has one for each answer. A call larger than the cap runs
+    when nothing else does; no other call overtakes the next one.
     """
 
     def __init__(self, limits: AdmissionLimits | None = None) -> None:
         self.limits = limits or AdmissionLimits()
         self.cap = self.limits.first
-        self.trend: Trend = "hold"
         self.counts: Counter[str] = Counter()
         self._calls: OrderedDict[int, _QueuedCall] = OrderedDict()
-        """Those that run, in the order in which they were admitted."""
+        """Running calls, in the order of their admission."""
         self._queues: dict[str, OrderedDict[int, _QueuedCall]] = {}
-        """Those that wait, by group."""
+        """Waiting calls, by group."""
         self._waiting: dict[int, _QueuedCall] = {}
         self._sequences = 0
         self._running: Counter[str] = Counter()
         """Running sequences of each group."""
         self._served: dict[str, int] = {}
-        """By group: number of the last admission."""
+        """Number of the last admission, by group."""
         self._admissions = 0
         self._ranks: list[tuple[int, int, str]] = []
-        """A heap of (running, last admission, group) of the groups that wait. A rank that has changed is pushed anew;
-        the old one is dropped when it comes to the top."""
+        """A heap of (running, last admission, group) of the waiting groups. A rank that has changed is pushed
+        again; the outdated one is dropped when it comes to the top."""
         self._changed_at = float("-inf")
         self._gap_s = 0.0
         """Moving average of the time between two calls that end."""
@@ -231,12 +220,12 @@ class FairAdmission:
 
     @property
     def running(self) -> int:
-        """Sequences that were admitted."""
+        """Number of admitted sequences."""
         return self._sequences
 
     @property
     def waiting(self) -> int:
-        """Calls that were not."""
+        """Number of waiting calls."""
         return len(self._waiting)
 
     # --- events
@@ -247,16 +236,20 @@ class FairAdmission:
         actions: list[AdmissionAction] = []
         # With `waiting = 0` calls are still admitted as long as there is room.
         if self.waiting >= self.limits.waiting and not (not self.waiting and self._fits(sequences)):
-            victim = self._victim(group)
-            if victim is None:
+            # It takes the place of the youngest call of the longest queue, if that is longer than its own.
+            longest = max(self._queues.items(), key=lambda item: (len(item[1]), item[0]), default=("", OrderedDict()))[
+                1
+            ]
+            if len(longest) <= len(self._queues.get(group, ())) + 1:
                 return [self._reject(number, f"{self.waiting} calls wait already, the bound", now)]
+            victim = next(reversed(longest.values()))
             self._dequeue(victim)
             actions.append(self._reject(victim.number, "others, who had fewer calls waiting, came", now))
         self._enqueue(_QueuedCall(number, group, sequences, now), first=False)
         return actions + self._admit()
 
     def finish(self, now: float, number: int) -> list[AdmissionAction]:
-        """Forget a call that has ended or was cancelled; without effect if it is unknown."""
+        """Remove a call that has ended or was cancelled; without effect if it is unknown."""
         if (call := self._waiting.get(number)) is not None:
             self._dequeue(call)
             self.counts["cancelled"] += 1
@@ -269,7 +262,7 @@ class FairAdmission:
         return self._admit()
 
     def pin(self, number: int) -> bool:
-        """Exclude a running call from preemption, since its caller sees tokens of it. False: it was just preempted."""
+        """Exclude a running call from preemption, because its caller sees tokens. False: it was just preempted."""
         if (call := self._calls.get(number)) is not None:
             call.pinned = True
         return call is not None
@@ -291,16 +284,13 @@ class FairAdmission:
         limits, running = self.limits, self.running
         behind = load.stalled > max(1.0, limits.slack * running)
         if load.kv_used >= limits.high or behind:
-            # Sequences without an engine are too many in any case; with full caches, so is a share of the others.
+            # Sequences without an engine are too many in any case; with full caches also a share of the others.
             fits = running - load.stalled + int(limits.slack * running)
             cap = min(fits, int(running * limits.shrink)) if load.kv_used >= limits.high else fits
-            self.trend = "preempt"
             self._set(now, min(self.cap, max(limits.least, cap)))
             return self._preempt(now, running - self.cap)
-        self.trend = "hold"
         full = running >= self.cap or self.waiting > 0
         if load.kv_used < limits.low and not load.stalled and load.room > 0 and full and self.cap < limits.most:
-            self.trend = "grow"
             wanted = sum(call.sequences for call in self._waiting.values())
             by = max(1, int(self.cap * limits.grow), min(load.room, wanted))
             self._set(now, min(limits.most, self.cap + by))
@@ -311,7 +301,7 @@ class FairAdmission:
             self.cap, self._changed_at = cap, now
 
     def _preempt(self, now: float, excess: int) -> list[AdmissionAction]:
-        """Move the youngest calls that may be preempted back to the head of their queues; the oldest runs on."""
+        """Move the youngest calls that may be preempted back to the head of their queues; the oldest continues."""
         found: list[_QueuedCall] = []
         for call in reversed(self._calls.values()):
             if sum(one.sequences for one in found) >= excess or len(found) + 1 == len(self._calls):
@@ -357,7 +347,7 @@ class FairAdmission:
         return self._running[group], self._served.get(group, 0), group
 
     def _rank(self, group: str) -> None:
-        """Push a group's present rank; outdated ones stay until they come to the top, or are too many."""
+        """Push a group's current rank; outdated ones stay until they come to the top, or are too many."""
         if group in self._queues:
             heapq.heappush(self._ranks, self._rank_of(group))
         if len(self._ranks) > 64 + 4 * len(self._queues):
@@ -390,22 +380,12 @@ class FairAdmission:
         self._rank(group)
 
     def _forget(self, group: str) -> None:
-        """Drop what is kept of a group without calls: groups come and go."""
+        """Drop the state of a group without calls."""
         if group not in self._running and group not in self._queues:
             self._served.pop(group, None)
 
-    def _victim(self, group: str) -> _QueuedCall | None:
-        """The call whose place one of this group takes: the youngest of the longest queue, if that is longer than its
-        own."""
-        if not self._queues:
-            return None
-        longest = max(self._queues, key=lambda g: (len(self._queues[g]), g))
-        if len(self._queues[longest]) <= len(self._queues.get(group, ())) + 1:
-            return None
-        return next(reversed(self._queues[longest].values()))
-
     def _reject(self, number: int, why: str, now: float) -> Reject:
-        """With an estimate of the time until the waiting calls will have been admitted, 1 to 60 s."""
+        """Reject a call, with an estimate of the time until the waiting calls will have been admitted, 1 to 60 s."""
         self.counts["rejected"] += 1
         return Reject(number, why, min(60.0, max(1.0, self.waiting * self._gap_s)))
 
@@ -414,13 +394,13 @@ class FairAdmission:
 
 
 class AdmissionRejected(Refused):
-    """A call was not admitted: too many wait, or it waited for too long."""
+    """A call was rejected: too many wait, or it waited for too long."""
 
     retry_after_s: float = 1.0
 
 
 class _AdmissionWait:
-    """One call of `AdmissionQueue`: a future for each time that it waits and runs."""
+    """One call of `AdmissionQueue`: futures for its next admission and preemption."""
 
     def __init__(self) -> None:
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -451,13 +431,13 @@ class AdmissionQueue:
             await asyncio.gather(self._ticking, return_exceptions=True)
 
     async def run(self, group: str, work: Callable[[Callable[[], bool]], Awaitable[T]], *, sequences: int = 1) -> T:
-        """Wait for admission and do the work; start it anew each time it is preempted.
+        """Wait for admission and do the work; restart it each time it is preempted.
 
         Args:
             group: unit of fairness.
-            work: gets `pin`, which it calls before it does what must not be done twice. False: the call was preempted
+            work: gets `pin`, which it calls before an effect that must not be repeated. False: the call was preempted
                 and is about to be cancelled.
-            sequences: how many the work generates.
+            sequences: number that the work generates.
 
         Raises:
             AdmissionRejected: too many calls wait, or this one waited for too long.
@@ -508,14 +488,14 @@ class AdmissionQueue:
             try:
                 self._do(self.core.tick(self._now(), self._load()))
             except Exception:
-                # Without ticks no wait would ever end.
+                # The loop must go on: without ticks no wait would ever end.
                 log.exception("admission control")
 
 
 async def _cancel(task: asyncio.Future[T]) -> None:
     """Cancel a task and wait until it has ended.
 
-    Not by awaiting it: a cancellation of the caller meanwhile must not be taken for the task's own end.
+    It is not awaited, because a cancellation of the caller could not be told from the task's own.
     """
     if not task.done():
         task.cancel()

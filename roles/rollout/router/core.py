@@ -3,9 +3,9 @@
 A request waits, is assigned to an engine, may move to another one, and has exactly one outcome: exactly one `Finish`
 follows for each request that `submit` gave a number, and nothing after it.
 
-Tokens that arrived are kept, whatever becomes of the engine that made them: the next engine resumes behind them. An
-update is accepted only if it fits what is there, token by token, each with its version; an engine whose update does not
-fit has lost the sequence, as if it had died. Losses are bounded; rejections are not counted, the deadline bounds those.
+Tokens that arrived are kept when their engine is lost: the next engine resumes behind them. An update is accepted only
+if it continues the sequence, token by token, each with its version; an engine whose update does not has lost the
+sequence, as if it had died. Losses are bounded; rejections are not counted, the deadline bounds them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from relax_rt.transport.rpc.errors import Refused
 LOSSES_PER_ENGINE = 3
 """A request fails after this many losses for each engine that it may lose: connections end without a death, too."""
 LOAD_LIMIT = 1.25
-"""An engine gets what its affinity says up to this multiple of the mean load."""
+"""An engine gets requests by affinity up to this multiple of the mean load."""
 PREFIX_TOKENS = 64
 """Prompts with these first tokens in common go to one engine, if affinity by prefix is requested."""
 LONG_FACTOR = 2.0
@@ -44,10 +44,10 @@ class RouterLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         requests: open at once, at most.
-        losses: engines that may be lost with one request before it fails: it may be what kills them.
-        silent_s: an assigned engine that says nothing for so long is taken to be lost.
+        losses: engines that may be lost with one request before it fails, because it may be the cause.
+        silent_s: an assigned engine without an update for so long counts as lost.
         full_s: an engine that rejected a request is not asked again for so long.
-        first_room: sequences sent to an engine before it has said how many it accepts.
+        first_room: sequences sent to an engine before its first report.
         health: timeouts of engines.
     """
 
@@ -584,10 +584,6 @@ class RouterCore:
         for lag, count in self._waiting.by_lag().items():
             found[self._why_waiting(lag)] += count
         return dict(found)
-
-    def outstanding(self, slot: str, epoch: int) -> int:
-        """Return the expected tokens that an incarnation still has to generate for this router."""
-        return self._loads.tokens(slot, epoch)
 
     # --- inside
 

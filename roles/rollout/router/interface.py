@@ -34,7 +34,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
         temperature: 0 is greedy.
         max_new_tokens: of the whole completion, `tokens` included.
         stop_ids: one of these ends it.
-        tokens, logprobs, versions: beginning of the completion, made by another engine; generation resumes behind it.
+        tokens, logprobs, versions: beginning of the completion, from another engine; generation resumes behind it.
         routing: return routing rows (see engines.routing), of the prompt from position `rows_from` on.
         rows: routing rows of `tokens`.
         media: the images in the prompt.
@@ -94,9 +94,9 @@ class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         logprobs: behaviour log-probability of each.
         versions: policy versions over positions of the completion.
         finish_reason: stop, length or abort, in the last update.
-        rejected: why the sequence was not begun, or is not continued here; then it is the last update.
+        rejected: why the sequence was not started, or is not continued here; then it is the last update.
         routing: a routing row for each of `tokens`, if requested. prompt_routing: those of the prompt, from `rows_from`
-            on, with the first tokens that this engine makes.
+            on, with the first tokens of this engine.
     """
 
     start: int = 0

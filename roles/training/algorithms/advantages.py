@@ -1,6 +1,7 @@
 """Advantage estimators: group baselines (GRPO, Dr. GRPO, RLOO), REINFORCE++, GAE, distillation, and credit by turns.
 
-Also here: the reward of truncated completions, and the critic's loss.
+An estimator returns a float32 [T] for each trajectory, 0 where nothing is trained, and refuses a sample that lacks a
+column it needs. Also here: the reward of truncated completions, and the critic's loss.
 """
 
 from __future__ import annotations
@@ -93,9 +94,6 @@ def grpo(batch: AdvantageInputs, options: GroupOptions) -> list[NDArray[np.float
     GRPO: DeepSeekMath (arXiv 2402.03300, section 4.1.2), with the standard deviation of n - 1. Without the division it
     is Dr. GRPO's (arXiv 2503.20783, section 3.2). std_of = "batch": group mean with the batch's standard deviation
     (arXiv 2508.08221, "Lite PPO"; from memory).
-
-    Returns:
-        float32 [T] for each trajectory.
     """
     found: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(batch.trajectories)
     scores = np.array([t.score for t in batch.trajectories], np.float64)
@@ -117,9 +115,6 @@ def rloo(batch: AdvantageInputs, options: object) -> list[NDArray[np.float32]]:
     Ahmadian et al. (arXiv 2402.14740, section 2.3), after Kool et al. 2019. With KL placed in the reward, r is the
     reward less the sequence's KL penalty, as there. A group of one has no baseline, and one of equal rewards nothing to
     tell: their advantages are 0.
-
-    Returns:
-        float32 [T] for each trajectory.
     """
     found: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(batch.trajectories)
     for members in batch.groups():
@@ -151,11 +146,6 @@ def whitened(values: list[Floats]) -> list[Floats]:
     return [(v - mean) / (std + WHITEN_EPS) for v in values]
 
 
-def reward_to_go(values: Floats) -> Floats:
-    """Sums of each entry and all after it, [n]."""
-    return np.cumsum(values[::-1])[::-1]
-
-
 def _placed(batch: AdvantageInputs, values: list[Floats], whiten: bool) -> list[NDArray[np.float32]]:
     final = whitened(values) if whiten else values
     return [one.place(v) for one, v in zip(batch.trajectories, final, strict=True)]
@@ -171,11 +161,8 @@ def reinforce_pp(batch: AdvantageInputs, options: WhitenOptions) -> list[NDArray
 
     REINFORCE++ (arXiv 2501.03262, section 3: global advantage normalisation; k1 KL in the reward, which is
     `kl = { name = "k1", place = "reward", … }` here).
-
-    Returns:
-        float32 [T] for each trajectory.
     """
-    values = [t.reward - reward_to_go(t.penalty[t.steps]) for t in batch.trajectories]
+    values = [t.reward - np.cumsum(t.penalty[t.steps][::-1])[::-1] for t in batch.trajectories]
     return _placed(batch, values, options.whiten)
 
 
@@ -184,9 +171,6 @@ def reinforce_pp_baseline(batch: AdvantageInputs, options: WhitenOptions) -> lis
     """A = r - mean of the group, 0 in one of equal rewards; then normalised over all tokens of the batch.
 
     REINFORCE++ with baseline (arXiv 2501.03262, section 3; there with k2 as the KL loss).
-
-    Returns:
-        float32 [T] for each trajectory.
     """
     values: list[Floats] = [np.zeros(0)] * len(batch.trajectories)
     for members in batch.groups():
@@ -237,11 +221,7 @@ def token_rewards(one: Trajectory) -> Floats:
 
 
 def estimates(batch: AdvantageInputs, options: GaeOptions) -> list[tuple[Floats, Floats]]:
-    """Advantages, not normalised, and returns of the trained tokens of each trajectory; what the critic learns from.
-
-    Raises:
-        Refused: a sample has no values.
-    """
+    """Advantages, not normalised, and returns of the trained tokens of each trajectory; what the critic learns from."""
     found = []
     for one in require(batch, "values", "gae"):
         assert one.values is not None
@@ -250,14 +230,7 @@ def estimates(batch: AdvantageInputs, options: GaeOptions) -> list[tuple[Floats,
 
 
 def gae_returns(batch: AdvantageInputs, options: GaeOptions) -> list[NDArray[np.float32]]:
-    """What the critic's values should have been: advantages, not normalised, plus values; see `estimate`.
-
-    Returns:
-        float32 [T] for each trajectory, 0 where nothing is trained.
-
-    Raises:
-        Refused: a sample has no values.
-    """
+    """What the critic's values should have been: advantages, not normalised, plus values; see `estimate`."""
     found = estimates(batch, options)
     return [one.place(returns) for one, (_, returns) in zip(batch.trajectories, found, strict=True)]
 
@@ -272,12 +245,6 @@ def gae_returns(batch: AdvantageInputs, options: GaeOptions) -> list[NDArray[np.
 def gae(batch: AdvantageInputs, options: GaeOptions) -> list[NDArray[np.float32]]:
     """PPO's advantages from a critic's values; see `estimate`. Normalised over the batch as in PPO's implementations
     (arXiv 2005.12729, section 3).
-
-    Returns:
-        float32 [T] for each trajectory.
-
-    Raises:
-        Refused: a sample has no values.
     """
     values = [advantages for advantages, _ in estimates(batch, options)]
     final = whitened(values) if options.whiten else values
@@ -342,9 +309,6 @@ def distillation(batch: AdvantageInputs, options: DistillationOptions) -> list[N
     what was sampled from in their place, and the samples weighted to be the policy's (tis), the gradient would be that
     of -KL(policy || teacher) + KL(policy || behaviour).
 
-    Returns:
-        float32 [T] for each trajectory.
-
     Raises:
         Refused: a sample has no reference or proximal log-probabilities.
     """
@@ -405,12 +369,6 @@ def turn_grpo(batch: AdvantageInputs, options: TurnOptions) -> list[NDArray[np.f
     MT-GRPO (arXiv 2505.11821 v1, section 4, given there for two turns; from memory): A_turn compares the turn's reward
     with those of the same turn in the group's other trajectories, A_outcome their rewards as a whole; both by GRPO. A
     turn that no other member reached has A_turn = 0.
-
-    Returns:
-        float32 [T] for each trajectory.
-
-    Raises:
-        Refused: a sample has no turn rewards.
     """
     trajectories = require(batch, "turn_rewards", "turn_grpo")
     found: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(trajectories)
@@ -436,12 +394,6 @@ def process_grpo(batch: AdvantageInputs, options: ProcessOptions) -> list[NDArra
 
     GRPO with process supervision: DeepSeekMath (arXiv 2402.03300, section 4.1.3): step rewards are normalised by mean
     and standard deviation of all step rewards of the group. A step is a turn of the assistant.
-
-    Returns:
-        float32 [T] for each trajectory.
-
-    Raises:
-        Refused: a sample has no turn rewards.
     """
     trajectories = require(batch, "turn_rewards", "process_grpo")
     found: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(trajectories)
@@ -468,12 +420,6 @@ def gigpo(batch: AdvantageInputs, options: AnchorOptions) -> list[NDArray[np.flo
     discounted returns sum_k gamma^(k - t) r_k of all steps of the group that started from the same state. A state that
     was met once has A_step = 0. r_k are the turn rewards, the last of which holds what an episode is given at its end:
     the trajectory's reward is their sum, and added to the last step it would count twice.
-
-    Returns:
-        float32 [T] for each trajectory.
-
-    Raises:
-        Refused: a sample has no turn rewards or states.
     """
     trajectories = require(batch, "turn_rewards", "gigpo")
     require(batch, "turn_states", "gigpo")

@@ -3,7 +3,8 @@ or sampled with older weights (staleness).
 
 Each compares the trainer's log-probabilities with those recorded at sampling, rho = pi_train / pi_behaviour, and gives
 a weight for the loss of each token, without gradient. pi_train is the proximal policy if it was computed, else the
-policy that is trained, held fixed. Tokens of weight 0 count in the aggregation, like clipped ones.
+policy that is trained, held fixed. Tokens of weight 0 count in the aggregation, like clipped ones; metric
+`rejected`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class CapOptions(Table):
 
 
 class SequenceCapOptions(CapOptions):
-    """An upper bound, of sequences unless told otherwise."""
+    """An upper bound, of sequences by default."""
 
     level: Literal["token", "sequence"] = "sequence"
     """rho of the token, or the product over its sequence."""
@@ -108,9 +109,6 @@ def mis(tokens: TokenTensors, options: SequenceCapOptions) -> tuple[torch.Tensor
     """rho where it is at most cap, else 0: masked importance sampling.
 
     Liu et al. 2025, "When Speed Kills Stability" (sequence level; from memory).
-
-    Returns:
-        The weight [m], without gradient; `rejected`: tokens of weight 0.
     """
     ratio = rho(tokens, options.level)
     return _measured(tokens, ratio.masked_fill(ratio > options.cap, 0.0))
@@ -121,9 +119,6 @@ def icepop(tokens: TokenTensors, options: BandOptions) -> tuple[torch.Tensor, Me
     """rho of the token where it lies in [low, high], else 0.
 
     IcePop (Ring-1T, arXiv 2510.18855, there with 0.5 and 5).
-
-    Returns:
-        The weight [m], without gradient; `rejected`: tokens of weight 0.
     """
     ratio = rho(tokens, "token")
     return _measured(tokens, ratio.masked_fill((ratio < options.low) | (ratio > options.high), 0.0))
@@ -135,9 +130,6 @@ def rejection(tokens: TokenTensors, options: RejectionOptions) -> tuple[torch.Te
 
     Liu et al. 2025, "When Speed Kills Stability" (sequence and geometric level; from memory). Geometric bounds are
     narrow, as 0.99 and 1.001.
-
-    Returns:
-        The weight [m], 0 or 1; `rejected`: tokens of weight 0.
     """
     ratio = rho(tokens, options.level)
     return _measured(tokens, ((ratio >= options.low) & (ratio <= options.high)).to(ratio.dtype))
@@ -148,9 +140,6 @@ def stale_sequences(tokens: TokenTensors, options: StaleSequenceOptions) -> tupl
     """0 on tokens of negative advantage in sequences whose mean of log pi_behaviour / pi_train is above the limit.
 
     Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, section 3.1; from memory; the limit is not published).
-
-    Returns:
-        The weight [m], 0 or 1; `rejected`: tokens of weight 0.
     """
     gap = tokens.sequence_mean((tokens.behaviour - tokens.trained).detach())
     out = (gap > options.limit) & (tokens.advantages < 0)

@@ -76,12 +76,12 @@ def first_failure(asked: DryRunRequest) -> DryRunFailure | None:
         if parts.loss.target and not loss.requires_grad:
             raise parts.loss.wrong(NO_GRADIENT, tokens)
     except UserPartFailed as error:
-        return DryRunFailure(error.place, f"{error.who} failed in a dry run: {error.told}", not error.raised)
+        return DryRunFailure(error.place, f"{error.who} failed in a dry run: {error.detail}", not error.raised)
     except Refused:
         # The made-up batch lacks something that a part of a known name asks for: nothing can be said of the user's.
         return None
     except Exception as error:  # noqa: BLE001 - it ends this process, and is reported
-        # Of memory or a device, which is not laid to a part; or of a known part, after what a user's returned.
+        # Of memory or a device, for which no part is blamed; or of a known part, after what a user's returned.
         message = f"{type(error).__name__}: {error} at {user_line(error)}"
         return DryRunFailure(("algorithm",), f"a part failed in a dry run: {message}")
     finally:

@@ -205,7 +205,7 @@ class RefillPolicy:
         return {"share": self._share, "dropped": dict(self.dropped)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `save` gave.
+        """Resume from what `save` gave.
 
         Raises:
             Refused: it is something else.

@@ -329,14 +329,14 @@ def check_metrics(part: BoundPart, returned: Any, tokens: TokenTensors) -> tuple
     if not isinstance(metrics, Mapping):
         why = f"its metrics are {describe([metrics])}: they are a table of sums over tokens, or {{}}"
         raise part.wrong(why, tokens)
-    told: Metrics = {}
+    checked: Metrics = {}
     for name, value in metrics.items():
         try:
-            told[str(name)] = float(value)
+            checked[str(name)] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             why = f"its metric {name!r} is {describe([value])}, and no number, as a sum over tokens is: {error}"
             raise part.wrong(why, tokens) from error
-    return check_tensor(part, each, tokens), told
+    return check_tensor(part, each, tokens), checked
 
 
 def check_tensor(part: BoundPart, value: Any, tokens: TokenTensors, *, extra: str = "") -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Losses of each token (PPO, GSPO, CISPO, SAPO, M2PO, supervised, DPO), and their aggregation to one number.
 
-An aggregation is a weight for each token and one count for the whole batch: the sum of weight x loss over all
+A loss returns a value for each token, not aggregated, and metrics, which are sums over the trained tokens. An
+aggregation is a weight for each token and one count for the whole batch: the sum of weight x loss over all
 micro-batches and ranks is divided once, by that count, so that the result depends neither on how the batch was cut
 nor on who computed which part.
 """
@@ -131,8 +132,7 @@ def ppo_clip(tokens: TokenTensors, options: ClipOptions) -> tuple[torch.Tensor, 
 
     PPO (arXiv 1707.06347, equation 7); two bounds as in DAPO's clip-higher (arXiv 2503.14476, section 3.1).
 
-    Returns:
-        The loss [m], not aggregated; `clipped`: tokens whose gradient the clip stopped.
+    Metrics: `clipped`: tokens whose gradient the clip stopped.
     """
     ratio = log_ratio(tokens.logprobs, tokens.old(options.ratio_to)).exp()
     loss, stopped = clipped(ratio, tokens.advantages, options.clip_low, options.clip_high)
@@ -145,8 +145,7 @@ def dual_clip(tokens: TokenTensors, options: DualClipOptions) -> tuple[torch.Ten
 
     Dual-clip PPO (arXiv 1912.09729, equation 5).
 
-    Returns:
-        The loss [m], not aggregated; `clipped`: tokens whose gradient a clip stopped, `dual_clipped` by the second.
+    Metrics: `clipped`: tokens whose gradient a clip stopped, `dual_clipped` by the second.
     """
     import torch
 
@@ -185,8 +184,7 @@ def decoupled_ppo(tokens: TokenTensors, options: DecoupledOptions) -> tuple[torc
     published configurations (examples/math/gsm8k_grpo.yaml), off in its code. Tokens left out by it count in the
     aggregation like clipped ones.
 
-    Returns:
-        The loss [m], not aggregated; `clipped`, `capped` (tokens left out by the cap).
+    Metrics: `clipped`, `capped` (tokens left out by the cap).
     """
     weight = _behaviour_weight(tokens)
     ratio = log_ratio(tokens.logprobs, tokens.old("proximal")).exp()
@@ -200,9 +198,6 @@ def policy_gradient(tokens: TokenTensors, options: object) -> tuple[torch.Tensor
     """-A log pi for each token: REINFORCE, without a ratio (arXiv 2402.14740, section 2.2).
 
     It is right on-policy; with samples of other policies, add a correction that weights (tis, mis, icepop).
-
-    Returns:
-        The loss [m], not aggregated, and no metrics.
     """
     return -tokens.advantages * tokens.logprobs, {}
 
@@ -224,8 +219,7 @@ def gspo(tokens: TokenTensors, options: SequenceClipOptions) -> tuple[torch.Tens
     there), which under the sequence mean of the paper and equal advantages in a sequence is GSPO itself (equations 5
     to 7), and takes advantages of tokens too. Bounds: section 5.1.
 
-    Returns:
-        The loss [m], not aggregated; `clipped`: tokens of which the clip stopped the gradient.
+    Metrics: `clipped`: tokens of which the clip stopped the gradient.
     """
     whole = tokens.sequence_mean((tokens.logprobs - tokens.old(options.ratio_to)).detach())
     ratio = log_ratio(whole + tokens.logprobs - tokens.logprobs.detach(), whole.new_zeros(())).exp()
@@ -259,8 +253,7 @@ def cispo(tokens: TokenTensors, options: CispoOptions) -> tuple[torch.Tensor, Me
     CISPO (MiniMax-M1, arXiv 2506.13585, equations 4 and 5). The paper names no value of the upper bound; 1 + 4 is in
     the range that ScaleRL (arXiv 2510.13786) found it not to matter in (from memory).
 
-    Returns:
-        The loss [m], not aggregated; `clipped`: tokens whose weight was bounded.
+    Metrics: `clipped`: tokens whose weight was bounded.
     """
     ratio = log_ratio(tokens.logprobs, tokens.old(options.ratio_to)).exp().detach()
     weight = ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
@@ -272,9 +265,6 @@ def sapo(tokens: TokenTensors, options: SapoOptions) -> tuple[torch.Tensor, Metr
     """-f(r) A with the gate f(r) = sigmoid(tau (r - 1)) 4 / tau, tau by the sign of the advantage.
 
     SAPO (arXiv 2511.20347): f has slope 1 at r = 1, and fades smoothly on both sides of it.
-
-    Returns:
-        The loss [m], not aggregated, and no metrics: nothing is clipped.
     """
     import torch
 
@@ -353,20 +343,13 @@ def m2po(tokens: TokenTensors, options: SecondMomentOptions) -> tuple[torch.Tens
     """-M r A with r = pi / pi_behaviour for each token; M is in the advantages already (`mask_outliers`).
 
     M2PO (arXiv 2510.01161, equation 5). Tokens left out count in the mean, as there (footnote 2).
-
-    Returns:
-        The loss [m], not aggregated, and no metrics.
     """
     return -log_ratio(tokens.logprobs, tokens.behaviour).exp() * tokens.advantages, {}
 
 
 @part("loss", "sft", traits={"unjudged"})
 def sft(tokens: TokenTensors, options: object) -> tuple[torch.Tensor, Metrics]:
-    """-log pi of each token of mask 1: the cross-entropy of the given completion. Advantages play no part.
-
-    Returns:
-        The loss [m], not aggregated, and no metrics.
-    """
+    """-log pi of each token of mask 1: the cross-entropy of the given completion. Advantages play no part."""
     return -tokens.logprobs, {}
 
 

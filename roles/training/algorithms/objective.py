@@ -345,7 +345,7 @@ class Objective:
         return {"entropy_coefficient": self.entropy_coefficient, "entropy_base": self._entropy_base}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Go on from `state`."""
+        """Resume from `state`."""
         self.entropy_coefficient, self._entropy_base = state["entropy_coefficient"], state["entropy_base"]
 
 

@@ -10,7 +10,7 @@ import msgspec
 from relax_rt.transport.rpc.errors import Refused
 
 SUCCESS = 0.5
-"""A sample whose reward is above this succeeded, unless told otherwise."""
+"""A sample whose reward is above this succeeded, by default."""
 
 
 class PromptOutcomes(msgspec.Struct, array_like=True, frozen=True):
@@ -88,7 +88,7 @@ class PromptHistory:
         self._items = {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`.
+        """Resume from `state`.
 
         Raises:
             Refused: it is not what `state` gave.

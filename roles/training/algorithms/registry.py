@@ -34,8 +34,8 @@ from relax_rt.supervision.diagnosis import classify_exception
 from relax_rt.transport.base.targets import did_you_mean
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
-MEND = "mend it there; `relax-rt up` goes on from the last checkpoint"
-MEND_CALLED = "mend it there; `relax-rt validate` calls it, and `relax-rt up` goes on from the last checkpoint"
+MEND = "mend it there; `relax-rt up` resumes from the last checkpoint"
+MEND_CALLED = "mend it there; `relax-rt validate` calls it, and `relax-rt up` resumes from the last checkpoint"
 ONLY_LOADED = ("filter", "sampler")
 """Kinds of parts that no dry run calls."""
 MAX_CHARS = 600
@@ -47,9 +47,9 @@ class UserPartFailed(BadInput):
     """A user's own part raised, or returned what it may not (`raised` says which)."""
 
     def __init__(self, who: str, place: KeyPath, why: str, on: str, *, raised: bool = False) -> None:
-        self.who, self.place, self.told, self.raised = who, place, f"{why}; it was given {on}", raised
+        self.who, self.place, self.detail, self.raised = who, place, f"{why}; it was given {on}", raised
         hint = MEND if who.startswith(ONLY_LOADED) else MEND_CALLED
-        super().__init__(f"{who} ({dotted(place)})", why=self.told, hint=hint)
+        super().__init__(f"{who} ({dotted(place)})", why=self.detail, hint=hint)
 
 
 @contextmanager
@@ -69,22 +69,12 @@ def user_code(who: str, place: KeyPath, arguments: Sequence[Any]) -> Iterator[No
         raise
     except (Exception, SystemExit) as error:
         # It may raise anything.
-        if _is_machine_failure(error):
+        from relax_rt.roles.models.device import out_of_memory
+
+        if classify_exception(error) in ("cuda", "oom") or out_of_memory(error):
             raise
         why = f"{type(error).__name__}: {error} at {user_line(error)}"
         raise UserPartFailed(who, place, why, describe(arguments), raised=True) from error
-
-
-def _is_machine_failure(error: BaseException) -> bool:
-    from relax_rt.roles.models.device import out_of_memory
-
-    return classify_exception(error) in ("cuda", "oom") or out_of_memory(error)
-
-
-def definition_line(function: Callable[..., Any]) -> str:
-    """`file:line` where it is defined."""
-    code = getattr(function, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "an unknown line"
 
 
 def describe(arguments: Sequence[Any]) -> str:
@@ -108,8 +98,8 @@ def _one(value: Any) -> str:
         return f"{value!r:.{SHOWN_CHARS}}"
     else:
         return type(value).__name__
-    told = [f"{name} {_one(found)}" for name in names if (found := getattr(value, name)) is not None]
-    return f"{type(value).__name__}({', '.join(told)})"
+    fields = [f"{name} {_one(found)}" for name in names if (found := getattr(value, name)) is not None]
+    return f"{type(value).__name__}({', '.join(fields)})"
 
 
 Kind = Literal["advantage", "loss", "aggregation", "correction", "kl", "entropy", "filter", "sampler"]
@@ -207,7 +197,9 @@ class BoundPart:
         if not self.target:
             return Refused(self.who(extra), why=why)
         function = self.part.extras[extra] if extra else self.part.function
-        return UserPartFailed(self.who(extra), self.place, f"{why} ({definition_line(function)})", describe(arguments))
+        code = getattr(function, "__code__", None)
+        line = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "an unknown line"
+        return UserPartFailed(self.who(extra), self.place, f"{why} ({line})", describe(arguments))
 
 
 _PARTS: dict[str, dict[str, ObjectivePart]] = {kind: {} for kind in get_args(Kind)}
@@ -273,7 +265,7 @@ def bind(
             options.
         place: the key in roles.toml.
         base: what a relative file is relative to.
-        defaults: options of these names that the table does not give; other names are passed over.
+        defaults: options of these names that the table does not give; other names are ignored.
     """
     table = {"name": given} if isinstance(given, str) else dict(given)
     name = table.pop("name", None)
@@ -311,15 +303,3 @@ def _find(kind: Kind, name: str, place: KeyPath, base: Path) -> ObjectivePart | 
     if not callable(function):
         return Problem(place, f"{name} is a {type(function).__name__}, not a function")
     return ObjectivePart(kind, name, function, FreeOptions, lambda _: frozenset(), {}, frozenset())
-
-
-def bound(kind: Kind, given: str | Mapping[str, Any], **defaults: Any) -> BoundPart:
-    """A part by name, for code and tests.
-
-    Raises:
-        Refused: there is none of that name, or its options are wrong.
-    """
-    found = bind(kind, given, ("algorithm", kind), defaults=defaults)
-    if isinstance(found, list):
-        raise Refused(f"algorithm.{kind}", why="; ".join(p.message for p in found), hint=found[0].hint)
-    return found

@@ -51,32 +51,19 @@ def _held(gap: Floats) -> Floats:
     return np.clip(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def _cost_k1(gap: Floats, options: object) -> Floats:
-    return _held(gap)
-
-
-def _cost_k2(gap: Floats, options: object) -> Floats:
-    return _held(gap) ** 2 / 2
-
-
-def _cost_k3(gap: Floats, options: object) -> Floats:
-    held = _held(gap)
-    return np.exp(-held) - 1 + held
-
-
-@part("kl", "k1", options=KlOptions, needs={"reference"}, traits={"no_gradient"}, cost=_cost_k1)
+@part("kl", "k1", options=KlOptions, needs={"reference"}, traits={"no_gradient"}, cost=lambda gap, _: _held(gap))
 def k1(tokens: TokenTensors, options: KlOptions) -> torch.Tensor:
     """d, for each token; [m]. Unbiased in value; its place is the reward."""
     return _gap(tokens)
 
 
-@part("kl", "k2", options=KlOptions, needs={"reference"}, cost=_cost_k2)
+@part("kl", "k2", options=KlOptions, needs={"reference"}, cost=lambda gap, _: _held(gap) ** 2 / 2)
 def k2(tokens: TokenTensors, options: KlOptions) -> torch.Tensor:
     """d^2 / 2, for each token; [m]."""
     return _gap(tokens) ** 2 / 2
 
 
-@part("kl", "k3", options=KlOptions, needs={"reference"}, cost=_cost_k3)
+@part("kl", "k3", options=KlOptions, needs={"reference"}, cost=lambda gap, _: np.exp(-_held(gap)) - 1 + _held(gap))
 def k3(tokens: TokenTensors, options: KlOptions) -> torch.Tensor:
     """exp(-d) - 1 + d, for each token; [m]. GRPO's (arXiv 2402.03300, equation 4)."""
     gap = _gap(tokens)
@@ -124,7 +111,7 @@ def bonus(coefficient: float, entropy: float, options: BonusOptions) -> tuple[fl
     equation 9).
 
     Returns:
-        The coefficient that counts in the next update, and the one to go on from.
+        The coefficient that counts in the next update, and the one carried on.
     """
     return options.coefficient, options.coefficient
 
@@ -136,10 +123,10 @@ def adaptive(coefficient: float, entropy: float, options: AdaptiveOptions) -> tu
     at most the target.
 
     Args:
-        coefficient: the one to go on from. entropy: mean of the last update, nats a token.
+        coefficient: the one carried on. entropy: mean of the last update, nats a token.
 
     Returns:
-        The coefficient that counts in the next update, and the one to go on from.
+        The coefficient that counts in the next update, and the one carried on.
     """
     moved = coefficient + options.step if entropy < options.target else coefficient - options.step
     moved = min(max(moved, 0.0), options.most)

@@ -14,7 +14,6 @@ from pydantic import Field
 from relax_rt.config.schema import Table
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
 from relax_rt.roles.training.algorithms.registry import BoundPart, part
-from relax_rt.transport.rpc.errors import Refused
 
 
 class SamplerContext(msgspec.Struct, frozen=True):
@@ -105,31 +104,34 @@ def replay(choice: SamplerContext, history: PromptHistory, options: ReplayOption
 
 
 class PromptSampler:
-    """Which prompt each group of the run is of. A choice stands once it is made: asked again, also after a restart from
-    a checkpoint, the same index gets the same prompt, unless it was never used (`renew`).
+    """Chooses which prompts the next groups of the run are of.
+
+    Choices that were given out are kept by the queue; the others are made again, by what is known then.
 
     Args:
-        rule: a sampler; None: the run's order.
         items: ids of the training prompts, without duplicates. usual: the run's order, from index to place.
         seed: run.seed. places: map from an id to its place in `items`; None: built from `items`.
+        ahead: how many groups `choose_next` chooses for. end: the run's order ends before this index.
     """
 
     def __init__(
         self,
-        rule: BoundPart | None,
+        rule: BoundPart,
         items: Sequence[str],
         usual: Callable[[int], int],
         *,
         seed: int,
         history: PromptHistory,
         places: Mapping[str, int] | None = None,
+        ahead: int = 1,
+        end: int | None = None,
     ) -> None:
-        self._rule, self._items, self._usual, self._seed, self._history = rule, items, usual, seed, history
+        self._rule, self._items, self._usual, self._seed, self.history = rule, items, usual, seed, history
         self._place = {item: place for place, item in enumerate(items)} if places is None else places
-        self._chosen: dict[int, int] = {}
+        self._ahead, self._end = ahead, end
 
     def choose(self, index: int, step: int) -> int:
-        """The place in `items` of the run's index-th group.
+        """Choose the place in `items` of the run's index-th group.
 
         Args:
             step: of the trainer, as far as it is known.
@@ -137,78 +139,33 @@ class PromptSampler:
         Raises:
             UserPartFailed: a user's sampler failed, or returned no place.
         """
-        if self._rule is None:
-            return self._usual(index)
-        if index not in self._chosen:
-            choice = SamplerContext(
-                index, step, self._usual(index), self._items, self._place, lambda i: uniform(self._seed, index, i)
-            )
-            found = self._rule(choice, self._history)
-            if not isinstance(found, int) or not 0 <= found < len(self._items):
-                why = f"it chose {found!r:.80}, and a sampler returns a place, an int below {len(self._items)}"
-                raise self._rule.wrong(why, choice)
-            self._chosen[index] = found
-        return self._chosen[index]
 
-    def renew(self, first: int) -> None:
-        """Choices from this index on were not used yet: they are made again, by what is known by now."""
-        self._chosen = {i: place for i, place in self._chosen.items() if i < first}
+        def draw(number: int) -> float:
+            return uniform(self._seed, index, number)
 
-    def forget(self, below: int) -> None:
-        """Indices below this one will not be asked for again: a committed checkpoint covers them."""
-        self._chosen = {i: place for i, place in self._chosen.items() if i >= below}
+        choice = SamplerContext(index, step, self._usual(index), self._items, self._place, draw)
+        found = self._rule(choice, self.history)
+        if not isinstance(found, int) or not 0 <= found < len(self._items):
+            why = f"it chose {found!r:.80}, and a sampler returns a place, an int below {len(self._items)}"
+            raise self._rule.wrong(why, choice)
+        return found
 
-    def state(self) -> dict[str, Any]:
-        """Plain data for the checkpoint: choices by item, so that they survive a change of the data's order."""
-        return {"chosen": {str(index): self._items[place] for index, place in self._chosen.items()}}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; choices of items that are no longer there are made again.
-
-        Raises:
-            Refused: it is not what `state` gave.
-        """
-        try:
-            chosen = msgspec.convert(state["chosen"], dict[int, str], strict=False)
-        except (KeyError, msgspec.ValidationError) as error:
-            raise Refused("prompt choices of a checkpoint", why=str(error)) from error
-        self._chosen = {i: self._place[item] for i, item in chosen.items() if item in self._place}
-
-
-class PromptLookahead:
-    """Chooses the prompts of the places that come next in the run's order, so many that admission finds one each time.
-
-    Args:
-        places: how many are chosen. end: the run's order ends before this index; None: it does not end.
-    """
-
-    def __init__(self, sampler: PromptSampler, history: PromptHistory, *, places: int, end: int | None = None) -> None:
-        self.history = history
-        self._sampler, self._places, self._end = sampler, places, end
-
-    def after_step(self, step: int, next_index: int) -> dict[int, int]:
-        """The place in the items of each index that comes next.
-
-        What was chosen for indices that were not given out is chosen again: the history knows more by now.
+    def choose_next(self, step: int, next_index: int) -> dict[int, int]:
+        """Choose for the groups that come next: so many that admission finds a choice each time. Raises as `choose`.
 
         Args:
-            step: of the trainer. next_index: the first that was not given out.
-
-        Raises:
-            UserPartFailed: a user's sampler failed, or returned no place.
+            next_index: the first that was not given out.
         """
-        self._sampler.renew(next_index)
-        self._sampler.forget(next_index)
-        end = next_index + self._places
+        end = next_index + self._ahead
         indices = range(next_index, end if self._end is None else min(end, self._end))
-        return {index: self._sampler.choose(index, step) for index in indices}
+        return {index: self.choose(index, step) for index in indices}
 
     def state(self) -> dict[str, Any]:
-        """Plain data for the checkpoint. Choices are in the queue, which keeps those that were given out."""
+        """Return plain data for the checkpoint."""
         return {"history": self.history.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; anew from one that is empty.
+        """Resume from `state`; an empty one starts anew.
 
         Raises:
             Refused: it is not what `state` gave.

@@ -28,8 +28,12 @@ COMMAND_S = 1800.0
 SEND_WAIT_S = 86_400.0
 """Limit of the other ranks' sends: gloo sends when rank 0 receives. A rank 0 that is gone ends the wait; one that
 hangs is ended by its supervisor."""
+COLLECTIVE_S = 1800.0
+"""Limit of one collective of a step; then a rank counts as hung."""
+IDLE = timedelta(days=365)
+"""Ranks wait for the next command without a limit."""
 TEXT_BYTES = 512
-STARTED, COPIED = "word of the order to copy its weights aside", "word of its copy aside"
+STARTED, COPIED = "the start of its copy of the weights", "the end of its copy of the weights"
 
 
 def all_gather_values(value: T, group: dist.ProcessGroup) -> list[T]:
@@ -185,7 +189,9 @@ def _gloo_errors(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:  # gloo has one kind for a peer that is gone and for one that is late
         hint = "the trainer's gang begins again at its last checkpoint; was a rank killed, or did it hang?"
-        raise Unreachable(f"the weights of the gang: {what}", why=_gloo_message(error), hint=hint) from error
+        # Without the source location before gloo's message and the advice on logs after it.
+        why = re.sub(r"^\[/\S+\] ", "", str(error)).partition(". ")[0]
+        raise Unreachable(f"the weights of the gang: {what}", why=why, hint=hint) from error
 
 
 def _encode_text(text: str) -> torch.Tensor:
@@ -195,11 +201,6 @@ def _encode_text(text: str) -> torch.Tensor:
 
 def _decode_text(word: torch.Tensor) -> str:
     return word.numpy().tobytes().rstrip(b"\0").decode(errors="ignore")
-
-
-def _gloo_message(error: RuntimeError) -> str:
-    """Return gloo's message without the source location before it and the advice on logs after it."""
-    return re.sub(r"^\[/\S+\] ", "", str(error)).partition(". ")[0]
 
 
 @contextmanager
@@ -213,3 +214,32 @@ def _own_stream(device: torch.device) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()
+
+
+class GangRanks:
+    """This process's place among the ranks of a gang, and the process groups that they share beside the model's.
+
+    Attributes:
+        replica, replicas: its place among those that have samples of their own.
+        reports_loss: whether its losses are counted: one of those that compute the same ones.
+        control: for commands, over CPU memory; it waits without a timeout.
+        publication: to rank 0's processor, beside all else.
+    """
+
+    replica: int
+    replicas: int
+    reports_loss: bool
+
+    def __init__(self, rank: int, device: torch.device, gather_s: float) -> None:
+        """Make the groups; all ranks make them at the same time, after those that the device talks over."""
+        self.rank = rank
+        self.control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=IDLE)
+        self.publication = WeightChannel.beside_training(device, gather_s)
+
+    def gather(self, value: T) -> list[T]:
+        """Gather a small plain value of each rank, by rank, on all of them."""
+        return all_gather_values(value, self.control)
+
+    def close(self) -> None:
+        """Leave all groups, each of which has a thread of its own; the process can join others, in another store."""
+        dist.destroy_process_group()

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from relax_rt.config.problems import BadInput
 from relax_rt.roles.base.sample import Sample, SampleMeta, bare_meta
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
-from relax_rt.roles.training.backend.channel import COMMAND_S, GATHER_S
+from relax_rt.roles.training.backend.channel import COMMAND_S, GATHER_S, GangRanks
 from relax_rt.roles.training.backend.interface import AdapterBackend, GradientPart, StepResult
 from relax_rt.roles.training.backend.shares import (
     LeaseReader,
@@ -48,50 +48,22 @@ from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError,
 from relax_rt.transport.weights.manifest import Layout
 from relax_rt.transport.weights.payloads import Lora
 
-T = TypeVar("T")
-
 COPY_WAIT_S = COMMAND_S + GATHER_S
 """Limit of a rank's copy of its weights: others may have to begin theirs first."""
 UNREADABLE = (SafetensorError, OSError, Refused)
 """Raised by a checkpoint that cannot be used."""
 
 
-class GangRanks(Protocol):
-    """This process's place among the ranks of a gang.
-
-    Attributes:
-        rank: among all. replica, replicas: its place among those that have samples of their own.
-        reports_loss: whether its losses are counted: one of those that compute the same ones.
-    """
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def replica(self) -> int: ...
-    @property
-    def replicas(self) -> int: ...
-    @property
-    def reports_loss(self) -> bool: ...
-    @property
-    def control(self) -> dist.ProcessGroup:
-        """Process group for commands, over CPU memory; it waits without a timeout."""
-
-    def gather(self, value: T) -> list[T]:
-        """Gather a small plain value of each rank, by rank, on all of them."""
-
-
 class RankBackend(Protocol):
     """One rank of a backend; `TrainerBackend` documents the calls. All ranks make the same calls in the same order;
-    each gets its share of a batch, which may be empty.
-
-    Attributes:
-        takes_branches: whether it computes the branches of a sample as what they are, sequences of their own.
-    """
+    each gets its share of a batch, which may be empty."""
 
     objective: Objective
 
     @property
-    def takes_branches(self) -> bool: ...
+    def takes_branches(self) -> bool:
+        """Whether it computes the branches of a sample as what they are, sequences of their own."""
+
     @property
     def ranks(self) -> GangRanks: ...
     def keeps_groups_together(self, samples: Sequence[Sample]) -> bool:
@@ -104,11 +76,7 @@ class RankBackend(Protocol):
     def layout(self, dtype: str) -> Layout: ...
     def export(self, into: memoryview | None, dtype: str, copied: Callable[[], None] = ...) -> None:
         """Write the weights of all ranks into rank 0's buffer; the others pass None. It runs beside the other calls, so
-        it uses none of their process groups.
-
-        Args:
-            copied: called once this rank's weights may change.
-        """
+        it uses none of their process groups."""
 
     def snapshot(self) -> None: ...
     def write(self, folder: Path) -> None: ...
@@ -250,7 +218,7 @@ class Leader(GangMember):
         self._exporting = threading.Lock()
 
     @contextmanager
-    def _order(
+    def _command(
         self,
         name: str,
         samples: Sequence[Sample] = (),
@@ -260,8 +228,8 @@ class Leader(GangMember):
     ) -> Iterator[None]:
         """Send a command; this rank carries it out within the context."""
         with self._turn:
-            order = GangCommand(name, encode_samples(samples), dict(options or {}), dict(table or {}), list(parts))
-            send_command(order, self.ranks.control)
+            command = GangCommand(name, encode_samples(samples), dict(options or {}), dict(table or {}), list(parts))
+            send_command(command, self.ranks.control)
             yield
 
     def read(self, lease: LeasedBatch, begin: bool) -> tuple[list[Sample], dict[str, int]]:
@@ -281,7 +249,7 @@ class Leader(GangMember):
         replicas = assign_replicas(lease.samples, count, whole_groups=whole, updates=objective.updates_per_step)
         by_key = dict(zip(lease.keys, replicas, strict=True))
         parts = [lease.part([key for key, replica in by_key.items() if replica == place]) for place in range(count)]
-        with self._order("read", options={"begin": int(begin)}, parts=parts):
+        with self._command("read", options={"begin": int(begin)}, parts=parts):
             reports = self._read_share(parts, begin=begin)
         for rank, report in enumerate(reports):
             if report.failed:
@@ -290,12 +258,12 @@ class Leader(GangMember):
         received: dict[str, int] = {}
         for report in reports:
             received[report.node] = received.get(report.node, 0) + report.received
-        told = {(one.meta.group, one.meta.member): one for report in reports for one in report.samples}
+        summaries = {(one.meta.group, one.meta.member): one for report in reports for one in report.samples}
         samples: list[Sample] = []
         for leased in lease.samples:
             place, replica = (leased.key.group, leased.key.member), by_key[leased.key]
             mine = replica == self.ranks.replica
-            samples.append(self._held[place] if mine else from_summary(told[place], leased, replica))
+            samples.append(self._held[place] if mine else from_summary(summaries[place], leased, replica))
         return samples, received
 
     def _check(self, samples: Sequence[Sample]) -> None:
@@ -305,17 +273,14 @@ class Leader(GangMember):
             raise BadInput(
                 f"an episode of {most} branches",
                 why="gangs of Megatron-Core compute a sample as one sequence: a branch would see those before it",
-                hint='set roles.trainer.backend = "torch", with which the queue has taken it; `relax-rt up` goes on',
+                hint='set roles.trainer.backend = "torch", with which the queue has taken it; `relax-rt up` resumes',
             )
 
     def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None:
         """Have every rank use another objective, which is of the table, from now on."""
-        options: dict[str, str | int | float] = {"base": str(objective.base)}
-        if objective.longest is not None:
-            options["longest"] = objective.longest
-        if temperature is not None:
-            options["temperature"] = temperature
-        with self._order("use", options=options, table=table.model_dump()):
+        given = {"base": str(objective.base), "longest": objective.longest, "temperature": temperature}
+        options = {name: value for name, value in given.items() if value is not None}
+        with self._command("use", options=options, table=table.model_dump()):
             self.backend.use(objective, table, temperature=temperature)
 
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
@@ -325,7 +290,7 @@ class Leader(GangMember):
             BadInput: one has branches, and the backend takes none.
         """
         self._check(samples)
-        with self._order("log_probabilities", samples):
+        with self._command("log_probabilities", samples):
             return self._log_probabilities(samples)
 
     def accumulate(self, samples: Sequence[Sample]) -> GradientPart:
@@ -337,14 +302,14 @@ class Leader(GangMember):
         """
         self._check(samples)
         objective = self.backend.objective
-        with self._order("accumulate", samples, objective.state()):
+        with self._command("accumulate", samples, objective.state()):
             self._accumulate(samples)
         return GradientPart(objective.count(samples), sum(int(sample.loss_mask.sum()) for sample in samples))
 
     def apply(self, count: float, number: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
         """Take the optimizer's step. `before_update` comes first: what it waits for may need commands of its own."""
         before_update()
-        with self._order("apply", options={"count": count, "number": number}):
+        with self._command("apply", options={"count": count, "number": number}):
             return self.backend.apply(count, number, self._weights_may_change)
 
     def layout(self, dtype: str) -> Layout:
@@ -358,13 +323,13 @@ class Leader(GangMember):
             Unreachable: a rank is gone, or did not send its part in time. RelaxError: one could not copy it.
         """
         with self._exporting:
-            with self._order("export", options={"dtype": dtype}):
+            with self._command("export", options={"dtype": dtype}):
                 self._copied.clear()
             self._export(into, dtype, copied)
 
     def export_base(self, into: memoryview | None, dtype: str) -> None:
         """Write the model's own weights, without the adapters."""
-        with self._order("export_base", options={"dtype": dtype}):
+        with self._command("export_base", options={"dtype": dtype}):
             self._adapted.export_base(into, dtype)
 
     @property
@@ -375,17 +340,17 @@ class Leader(GangMember):
 
     def adapters(self) -> Lora:
         """Return a copy of the adapters, whole."""
-        with self._order("adapters"):
+        with self._command("adapters"):
             return self._adapted.adapters()
 
     def snapshot(self) -> None:
         """Have every rank copy its state aside."""
-        with self._order("snapshot"):
+        with self._command("snapshot"):
             self.backend.snapshot()
 
     def write(self, folder: Path) -> None:
         """Have every rank write its part of the last snapshot, beside the commands that follow."""
-        with self._order("write", options={"folder": str(folder)}):
+        with self._command("write", options={"folder": str(folder)}):
             pass
         self.backend.write(folder)
 
@@ -395,17 +360,17 @@ class Leader(GangMember):
         Raises:
             Refused: one of them could not; none must continue without another `restore`.
         """
-        with self._order("restore", options={"folder": str(folder)}):
+        with self._command("restore", options={"folder": str(folder)}):
             self._restore(folder)
 
     def close(self) -> None:
         """End the other ranks' wait for commands."""
-        with self._exporting, self._order("end"):
+        with self._exporting, self._command("end"):
             pass
 
 
 class Follower(GangMember):
-    """Any other rank: carries out rank 0's commands until it is told to end.
+    """Any other rank: carries out rank 0's commands until the command to end.
 
     Args:
         doing: called with the name of each command when it comes, and with "" when it is done.
@@ -426,23 +391,17 @@ class Follower(GangMember):
     def run(self) -> None:
         """Follow rank 0. Raises what a command, or work beside the commands, raised."""
         self._doing("")
-        while (order := receive_command(self.ranks.control)).name != "end":
-            self._raise_failure()
-            self._doing(order.name)
-            self._carry_out(order)
+        while (command := receive_command(self.ranks.control)).name != "end":
+            if self._failed is not None:
+                raise self._failed
+            self._doing(command.name)
+            self._carry_out(command)
             self._doing("")
-        for name in self._threads:
-            self._end_of(name)
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
+        for thread in self._threads.values():
+            # Its own deadlines bound it.
+            thread.join()
         if self._failed is not None:
             raise self._failed
-
-    def _end_of(self, name: str) -> None:
-        """Wait for the work beside the commands of this name; its own deadlines bound it."""
-        if name in self._threads:
-            self._threads[name].join()
 
     def _beside(self, name: str, work: Callable[[], None]) -> None:
         """Run the work in a thread, beside the commands that follow."""
@@ -450,19 +409,23 @@ class Follower(GangMember):
         def guarded() -> None:
             try:
                 work()
-            except BaseException as error:  # noqa: BLE001 - raised when the next order comes
+            except BaseException as error:  # noqa: BLE001 - raised when the next command comes
                 self._failed = error
 
         self._threads[name] = threading.Thread(target=guarded, name=name, daemon=True)
         self._threads[name].start()
 
-    def _carry_out(self, order: GangCommand) -> None:
-        samples, options = decode_samples(order.samples, self._held), order.options
-        match order.name:
+    def _carry_out(self, command: GangCommand) -> None:
+        samples, options = decode_samples(command.samples, self._held), command.options
+        match command.name:
             case "use":
-                self._use(order)
+                table, longest = AlgorithmTable(**command.table), options.get("longest")
+                temperature = options.get("temperature")
+                length = int(longest) if longest is not None else None
+                objective = Objective.of(table, base=Path(str(options["base"])), longest=length)
+                self.backend.use(objective, table, temperature=float(temperature) if temperature is not None else None)
             case "read":
-                self._read_share(order.parts, begin=bool(options["begin"]))
+                self._read_share(command.parts, begin=bool(options["begin"]))
             case "log_probabilities":
                 self._log_probabilities(samples)
             case "accumulate":
@@ -472,7 +435,8 @@ class Follower(GangMember):
                 self.backend.apply(float(options["count"]), int(options["number"]), self._weights_may_change)
             case "export":
                 dtype = str(options["dtype"])
-                self._end_of("export")
+                if "export" in self._threads:
+                    self._threads["export"].join()
                 self._copied.clear()
                 self._beside("export", lambda: self._export(None, dtype))
             case "export_base":
@@ -490,15 +454,7 @@ class Follower(GangMember):
                 except Refused:
                     pass  # rank 0 reports it, and sends another restore
             case _:
-                raise Refused(f"order {order.name!r}", why="this rank does not know it: are all of one version?")
-
-    def _use(self, order: GangCommand) -> None:
-        table, longest = AlgorithmTable(**order.table), order.options.get("longest")
-        temperature = order.options.get("temperature")
-        objective = Objective.of(
-            table, base=Path(str(order.options["base"])), longest=int(longest) if longest is not None else None
-        )
-        self.backend.use(objective, table, temperature=float(temperature) if temperature is not None else None)
+                raise Refused(f"command {command.name!r}", why="this rank does not know it: are all of one version?")
 
     def _write(self, folder: Path) -> None:
         try:
@@ -599,9 +555,9 @@ def decode_samples(
     return found
 
 
-def send_command(order: GangCommand, group: dist.ProcessGroup) -> None:
+def send_command(command: GangCommand, group: dist.ProcessGroup) -> None:
     """Send a command from rank 0 to all others of the group."""
-    data = bytearray(msgspec.msgpack.encode(order))
+    data = bytearray(msgspec.msgpack.encode(command))
     dist.broadcast(torch.tensor([len(data)]), 0, group=group)
     dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), 0, group=group)
 

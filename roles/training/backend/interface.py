@@ -34,7 +34,7 @@ class StepResult(msgspec.Struct, frozen=True):
     """What one optimizer update did, or all those of a step.
 
     Attributes:
-        applied: False when it was thrown away (a loss or gradient that is not finite); `why` says which. Of several
+        applied: False when it was skipped (a loss or gradient that is not finite); `why` says which. Of several
             updates, when all were.
         changed: whether the weights are others than before (not when every group's rewards were equal).
         tokens: trained tokens of the batch. loss: the aggregated one; of several updates their mean.
@@ -54,7 +54,7 @@ class StepResult(msgspec.Struct, frozen=True):
         entropy: of the trained policy, where the objective needs it, else None.
         kl_reference: mean of the KL term, nats a token, where there is one, else None.
         rejected_tokens: trained tokens that corrections gave weight 0, or that the loss masked (weight_cap).
-        updates: those that changed the weights. updates_skipped: those that were thrown away.
+        updates: those that changed the weights. updates_skipped: those that were skipped.
         others: sums (largest values under names ending in `_max`) of what the loss and corrections measured besides;
             `tokens` of the batch went through the model.
     """
@@ -186,7 +186,7 @@ class TrainerBackend(Protocol):
             before_update: called, and may block, before the weights change.
 
         Returns:
-            What the step did; it is thrown away, and the weights stay, if a loss or gradient is not finite.
+            What the step did; it is skipped, and the weights stay, if a loss or gradient is not finite.
         """
 
     def layout(self, dtype: str) -> Layout:

@@ -7,10 +7,9 @@ whether a model's attention can do so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +21,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from relax_rt.roles.models.forward import UNLIKE
 from relax_rt.roles.training.batch.rows import Costs
 from relax_rt.transport.rpc.errors import Refused
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 NAME = "relax_rt_segments"
 """What transformers' models find it by (attn_implementation)."""
@@ -108,11 +103,15 @@ def supports_segments(layers: Any) -> bool:
     config = layers.config
     before = config._attn_implementation
     config._attn_implementation = NAME
+    training = layers.training
+    layers.eval()
     try:
-        with _evaluating(layers), torch.no_grad():
+        with torch.no_grad():
             same = _same(layers)
     except UNLIKE:
         same = False
+    finally:
+        layers.train(training)
     if not same:
         config._attn_implementation = before
     return same
@@ -142,17 +141,6 @@ def _same(layers: Any) -> bool:
         if not float((together[where] - alone).abs().max()) <= CLOSE * float(alone.abs().max()):
             return False
     return True
-
-
-@contextmanager
-def _evaluating(layers: Any) -> Iterator[None]:
-    """Without dropout."""
-    training = layers.training
-    layers.eval()
-    try:
-        yield
-    finally:
-        layers.train(training)
 
 
 PROBE_SIZES = {

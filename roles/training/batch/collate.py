@@ -173,7 +173,7 @@ def hidden_states(model: Any, batch: MicroBatch, vision_tower: VisionTower | Non
     """Hidden states of the last layer at the positions that predict the batch's trained tokens; [m, hidden].
 
     Args:
-        model: without its output layer. eyes: of a model that sees.
+        model: without its output layer. vision_tower: of a vision model.
     """
     if vision_tower is None:
         layers, given = model, {"input_ids": batch.ids}

@@ -34,7 +34,7 @@ class ColdStartProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         step: optimizer steps done, of `total`. done: the phase is over, and RL begins with these weights.
-        digest: of the data. tokens: learnt so far. skipped: steps thrown away. elapsed_s: training took so long.
+        digest: of the data. tokens: learnt so far. skipped: skipped steps. elapsed_s: training took so long.
     """
 
     step: int

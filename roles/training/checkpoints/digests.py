@@ -187,7 +187,7 @@ def _weights_digest(folder: Path) -> str:
     digest = xxhash.xxh3_128()
     for name, entry, _, _ in tensors:
         digest.update(f"{name}:{entry['dtype']}:{entry['shape']};".encode())
-    for _, entry, path, data in _evenly_spaced(tensors):
+    for _, entry, path, data in tensors[:: max(1, len(tensors) // SAMPLES)]:
         start, stop = entry["data_offsets"]
         digest.update(_read_at(path, data + (start + stop - SAMPLE_BYTES) // 2, data + start, data + stop))
     return digest.hexdigest()
@@ -204,10 +204,6 @@ def _tensors(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
     header.pop(METADATA, None)
     for name, entry in header.items():
         yield name, entry, LENGTH.size + length
-
-
-def _evenly_spaced(tensors: Sequence[Any]) -> Sequence[Any]:
-    return tensors[:: max(1, len(tensors) // SAMPLES)]
 
 
 def _read_at(path: Path, at: int, start: int, stop: int) -> bytes:

@@ -2,8 +2,7 @@
 
 Each rank writes what it owns as blocks of Hugging Face tensors, keyed ``name|kind|row:rows|column:columns``; nothing in
 them depends on how the ranks were divided. Kinds are Adam's ``exp_avg`` and ``exp_avg_sq``, and ``master``, the float32
-weights, where the trained ones are bfloat16. Whole tensors under ``name|kind``, as the torch backend writes them, are
-read as well.
+weights, where the trained ones are bfloat16. Whole tensors under ``name|kind`` are states of random generators.
 """
 
 from __future__ import annotations
@@ -86,39 +85,28 @@ class OptimizerFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        paths = sorted(folder.glob("optimizer*.safetensors"))
+        paths = sorted(folder.glob("optimizer-*-of-*.safetensors"))
         if not paths:
             raise Refused(f"checkpoint {folder}", why="it has no state of an optimizer")
-        if "-of-" in paths[0].name and len(paths) != (world := int(paths[0].stem.rpartition("-")[2])):
+        if len(paths) != (world := int(paths[0].stem.rpartition("-")[2])):
             raise Refused(f"checkpoint {folder}", why=f"it has {len(paths)} of the {world} ranks' files")
         self._found: dict[tuple[str, str], list[tuple[TensorBlock, Any, str]]] = {}
-        steps = set()
+        self.steps = 0
         for path in paths:
             file: Any = safe_open(path, framework="pt")
-            steps.add(int((file.metadata() or {}).get(STEPS, 0)))
+            self.steps = max(self.steps, int((file.metadata() or {}).get(STEPS, 0)))
             for key in file.keys():  # noqa: SIM118
-                self._add(file, key)
-                if key.endswith("|step"):
-                    steps.add(int(file.get_tensor(key)))
-        self.steps = max(steps)
-
-    def _add(self, file: Any, key: str) -> None:
-        name, kind, *place = key.split("|")
-        if place:
-            rows, columns = (tuple(map(int, part.split(":"))) for part in place)
-            block = TensorBlock(name, *rows, *columns)
-        else:
-            size = file.get_slice(key).get_shape()
-            block = whole_block(name, size)
-        self._found.setdefault((name, kind), []).append((block, file, key))
+                name, kind, *place = key.split("|")
+                if place:
+                    rows, columns = (tuple(map(int, part.split(":"))) for part in place)
+                    block = TensorBlock(name, *rows, *columns)
+                else:
+                    block = whole_block(name, file.get_slice(key).get_shape())
+                self._found.setdefault((name, kind), []).append((block, file, key))
 
     def has(self, kind: str) -> bool:
         """Whether any tensor has state of this kind."""
         return any(found == kind for _, found in self._found)
-
-    def holds(self, kind: str, name: str) -> bool:
-        """Whether a tensor has state of this kind under this very name."""
-        return (name, kind) in self._found
 
     def tensor(self, name: str, kind: str) -> torch.Tensor | None:
         """Return the tensor that was written whole under this name and kind, if there is one."""

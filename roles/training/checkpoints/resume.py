@@ -73,15 +73,15 @@ async def resume_newest(
             else:
                 if unsaid:
                     ctx.event("checkpoint_unverified", checkpoint=f"{shown}{folder.name}", why=unsaid)
-                await _set_aside(ctx, store, passed, shown)
+                await _quarantine(ctx, store, passed, shown)
                 return ResumedCheckpoint(folder, state), [one.name for one, _ in passed]
         passed.append((folder, why))
         ctx.event("checkpoint_damaged", checkpoint=f"{shown}{folder.name}", why=why)
         ctx.log.warning("skipping a checkpoint", checkpoint=f"{shown}{folder.name}", error=why)
     if anew:
-        await _set_aside(ctx, store, passed, shown)
+        await _quarantine(ctx, store, passed, shown)
         return None, [one.name for one, _ in passed]
-    before = await asyncio.to_thread(store.damaged)
+    before = await asyncio.to_thread(store.quarantined)
     if passed or before:
         raise _none_readable(store.folder, passed, before)
     return None, []
@@ -115,16 +115,16 @@ def verify_files(
     ctx.progress.extend(time.monotonic() - began, f"taking {shown}{folder.name}")
 
 
-async def _set_aside(ctx: RoleContext, store: CheckpointStore, passed: list[tuple[Path, str]], shown: str) -> None:
+async def _quarantine(ctx: RoleContext, store: CheckpointStore, passed: list[tuple[Path, str]], shown: str) -> None:
     for folder, why in passed:
-        aside = await asyncio.to_thread(store.set_aside, folder)
+        aside = await asyncio.to_thread(store.quarantine, folder)
         ctx.event("checkpoint_quarantined", checkpoint=f"{shown}{folder.name}", folder=f"{shown}{aside.name}", why=why)
 
 
 def _none_readable(folder: Path, passed: list[tuple[Path, str]], aside: list[Path]) -> BadInput:
     reasons = [f"{one.name}: {why}" for one, why in passed[:LISTED_FAULTS]]
     reasons += [f"and {len(passed) - LISTED_FAULTS} more"] * (len(passed) > LISTED_FAULTS)
-    reasons += [f"set aside before: {', '.join(one.name for one in aside)}"] * bool(aside)
+    reasons += [f"quarantined before: {', '.join(one.name for one in aside)}"] * bool(aside)
     hint = (
         "put back a good copy, or the model that model.path had when these were written; to begin again at step 0, "
         f"move {folder} away or give the run another run.name"
@@ -135,7 +135,7 @@ def _none_readable(folder: Path, passed: list[tuple[Path, str]], aside: list[Pat
 async def wait_for_save(
     saving: asyncio.Task[None],
     store: CheckpointStore,
-    tell: Callable[[int, str], None],
+    report: Callable[[int, str], None],
     beside: Path | None = None,
     look_s: float = LOOK_S,
 ) -> None:
@@ -143,7 +143,7 @@ async def wait_for_save(
     a write that stands still shows none, a slow one does; what was read of it for digests counts too.
 
     Args:
-        tell: gets how many MiB were added, and a line on it.
+        report: gets how many MiB were added, and a line on it.
         beside: folder of files that another role writes for it.
         look_s: time between looks.
 
@@ -157,7 +157,7 @@ async def wait_for_save(
         done = written + store.digested + forced
         if done > seen:
             line = f"writing a checkpoint: {written // MIB} MiB so far, {forced // MIB} of them on disk"
-            tell(max(1, (done - seen) // MIB), line)
+            report(max(1, (done - seen) // MIB), line)
             seen = done
     saving.result()
 

@@ -125,7 +125,7 @@ class CheckpointStore:
                 replaced.rename(target)
 
     def found(self) -> list[FoundCheckpoint]:
-        """All checkpoint folders, highest step first; those that were set aside are not among them.
+        """All checkpoint folders, highest step first; quarantined ones are not among them.
 
         Raises:
             OSError: the file system refused one, see `is_transient`.
@@ -136,13 +136,13 @@ class CheckpointStore:
         """The checkpoints whose state can be read, highest step first."""
         return [(one.folder, one.state) for one in self.found() if one.state is not None]
 
-    def damaged(self) -> list[Path]:
-        """What was set aside, lowest step first."""
+    def quarantined(self) -> list[Path]:
+        """Quarantined checkpoints, lowest step first."""
         return sorted(self.folder.glob(f"{DAMAGED}*"))
 
-    def set_aside(self, folder: Path) -> Path:
+    def quarantine(self, folder: Path) -> Path:
         """Rename a checkpoint that was skipped, so that it neither counts as the newest nor takes the place of a
-        good one; of those set aside the last `KEEP_DAMAGED` stay. Answers with its new place.
+        good one; of those quarantined the last `KEEP_DAMAGED` stay. Returns its new place.
 
         Raises:
             StaleEpoch: a newer incarnation of the trainer writes here.
@@ -153,7 +153,7 @@ class CheckpointStore:
             self._remove(target)
         folder.rename(target)
         _sync(self.folder)
-        others = sorted((one for one in self.damaged() if one != target), key=lambda one: one.stat().st_mtime)
+        others = sorted((one for one in self.quarantined() if one != target), key=lambda one: one.stat().st_mtime)
         for old in others[: max(0, len(others) + 1 - KEEP_DAMAGED)]:
             self._remove(old)
         return target
@@ -163,8 +163,8 @@ class CheckpointStore:
         return next(iter(self.complete()), None)
 
     def check(self, folder: Path, state: CheckpointState) -> str:
-        """Hold what a checkpoint says against the model that the training begins with, and against the run; answers
-        with what it does not say.
+        """Check a checkpoint against the model that the training begins with, and against the run; returns what it does
+        not record.
 
         Raises:
             BadInput: it is of another model, or of another run.
@@ -202,12 +202,12 @@ class CheckpointStore:
         raise BadInput(
             f"checkpoint {folder}",
             why=f"it is of another run: its policy version {state.version} of digest {state.digest} {here}",
-            hint=f"move it out of {folder.parent}, and `relax-rt up` goes on from the one before; to begin with its "
+            hint=f"move it out of {folder.parent}, and `relax-rt up` resumes from the one before; to begin with its "
             "weights, give a run of another run.name that folder as model.path",
         )
 
     def compare(self, folder: Path, state: CheckpointState, done: Callable[[int], object] = lambda _: None) -> None:
-        """See that a checkpoint's files are those that were written, as far as it says. Blocks, and reads all of them.
+        """Check a checkpoint's files against its digests, as far as it has any. Blocks, and reads all of them.
 
         Args:
             done: called with the number of bytes as they are read; called by several threads.
@@ -231,7 +231,9 @@ class CheckpointStore:
         partial.mkdir()
         try:
             write(partial)
-            _write_state(partial / STATE_FILE, replace(state, files=collect_digests(partial, self._count_digested)))
+            state = replace(state, files=collect_digests(partial, self._count_digested))
+            state = replace(state, own=_own_digest(msgspec.json.encode(state)))
+            (partial / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
             for path in partial.rglob("*"):
                 _sync(path, self._count)
             _sync(partial)
@@ -307,7 +309,7 @@ def read_state(folder: Path) -> CheckpointState:
 
 
 def find_checkpoints(folder: Path) -> list[FoundCheckpoint]:
-    """All checkpoint folders in a folder, highest step first; those that were set aside are not among them.
+    """All checkpoint folders in a folder, highest step first; quarantined ones are not among them.
 
     Nothing is changed. A checkpoint whose replacement never came is among them, because the next trainer renames it
     back.
@@ -338,11 +340,6 @@ def newest_step(folder: Path) -> int:
         return next((one.state.step for one in find_checkpoints(folder) if one.state is not None), 0)
     except OSError as error:
         raise RelaxError(f"the checkpoints in {folder}", why=str(error)) from error
-
-
-def _write_state(path: Path, state: CheckpointState) -> None:
-    own = _own_digest(msgspec.json.encode(state))
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(replace(state, own=own))))
 
 
 def _own_digest(raw: bytes) -> str:

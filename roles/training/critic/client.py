@@ -48,7 +48,7 @@ class CriticReport(msgspec.Struct, frozen=True):
     """One step of the critic, which has as many updates as the policy's.
 
     Attributes:
-        applied: False when it was thrown away (a loss or gradient that is not finite); of several updates, when all
+        applied: False when it was skipped (a loss or gradient that is not finite); of several updates, when all
             were. updates_skipped: how many were.
         loss: mean over the trained tokens. grad_norm: before clipping; the mean of the updates that were taken.
         value, returned: mean value before the step, and mean return. clipped: share of tokens whose gradient the
@@ -180,9 +180,9 @@ class CriticClient:
             report = await api.learn(at)
         self._skipped = self._skipped + 1 if report.updates_skipped else 0
         if self._skipped >= SKIPPED_IN_A_ROW:
-            which = "had an update that was thrown away" if report.applied else "were thrown away"
+            which = "had a skipped update" if report.applied else "were skipped"
             why = f"a loss or gradient is not finite; of the last step: {report.loss} and {report.grad_norm}"
-            hint = "lower roles.critic.learning_rate; `relax-rt up` goes on from a checkpoint"
+            hint = "lower roles.critic.learning_rate; `relax-rt up` resumes from a checkpoint"
             raise GivenUp(f"{self._skipped} steps of the critic in a row {which}", why=why, hint=hint)
 
     async def snapshot(self, step: int) -> None:
@@ -190,26 +190,14 @@ class CriticClient:
         async with self._waiting("a copy of its state") as api:
             await api.snapshot(TrainingPosition(self._epoch, step))
 
-    async def write(self, step: int) -> CriticFiles:
-        """Have the critic write its snapshot of this step to disk. Training may continue meanwhile."""
+    async def write(self, step: int) -> Path:
+        """Have the critic write its snapshot of this step into a scratch folder of the run; training may continue
+        meanwhile. The checkpoint that it belongs to takes the files over."""
         folder = self._scratch / f"step-{step:06d}-{self._epoch}"
         shutil.rmtree(self._scratch, ignore_errors=True)
         folder.mkdir(parents=True)
         await (await self._api()).write(TrainingPosition(self._epoch, step), str(folder))
-        return CriticFiles(folder)
-
-
-class CriticFiles:
-    """The files of a critic's snapshot, in a scratch folder of the run."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def move(self, into: Path) -> None:
-        """Move the files into a checkpoint that is being written, on the same file system."""
-        for path in self._folder.iterdir():
-            path.rename(into / path.name)
-        shutil.rmtree(self._folder)
+        return folder
 
 
 def _piece(sample: Sample) -> CriticSample:

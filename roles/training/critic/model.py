@@ -113,7 +113,7 @@ class CriticModel:
             old: values before the step. returns: what they should have been; float32 [T] each.
 
         Returns:
-            What they did; one is thrown away, and the weights stay, if a loss or gradient is not finite.
+            What they did; one is skipped, and the weights stay, if a loss or gradient is not finite.
         """
         parts = mini_batches([sample.meta.group for sample in samples], self._updates) or [[]]
         found = [self._update(pick(samples, at), pick(old, at), pick(returns, at)) for at in parts]

@@ -229,7 +229,11 @@ class MegatronBackend:
             what = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"
             return skipped_result(f"{what} in step {number}", found, rate)
         if found.get("tokens"):
-            self._clip(norm)
+            clip = importlib.import_module("megatron.core.optimizer.clip_grads").clip_grad_by_total_norm_fp32
+            for optimizer in self._optimizer.chained_optimizers:
+                parameters = [] if getattr(optimizer, "is_stub_optimizer", False) else optimizer.get_parameters()
+                if parameters:
+                    clip(parameters, max_norm=self._algorithm.max_grad_norm, total_norm=norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
             before_update()
@@ -253,13 +257,6 @@ class MegatronBackend:
         self._wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._found: Metrics = {}
-
-    def _clip(self, norm: float) -> None:
-        clip = importlib.import_module("megatron.core.optimizer.clip_grads").clip_grad_by_total_norm_fp32
-        for optimizer in self._optimizer.chained_optimizers:
-            parameters = [] if getattr(optimizer, "is_stub_optimizer", False) else optimizer.get_parameters()
-            if parameters:
-                clip(parameters, max_norm=self._algorithm.max_grad_norm, total_norm=norm)
 
     def _filled(self, samples: Sequence[Sample | None]) -> list[list[tuple[int, Sample]]]:
         there = [(index, sample) for index, sample in enumerate(samples) if sample is not None]

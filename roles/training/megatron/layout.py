@@ -112,16 +112,13 @@ class ModelDivision(msgspec.Struct, frozen=True, kw_only=True):
             raise Refused(f"padded_vocabulary = {vocabulary}", why=f"the model has {shape.vocabulary} tokens")
         if shape.value_head:
             raise Refused("weights of a critic", why="a value head is not published to engines")
-        self._check_layers(shape.layers)
-
-    def _check_layers(self, total: int) -> None:
-        stages = self.sizes.pipeline
+        stages, layers = self.sizes.pipeline, shape.layers
         if self.virtual > 1 and (self.first_layers or self.last_layers):
             raise Refused("first_layers or last_layers with virtual stages", why="they are not resharded together")
-        if self.virtual > 1 and total % (stages * self.virtual):
-            raise Refused(f"{total} layers over {stages} stages of {self.virtual} chunks", why="they do not divide")
-        if self.virtual == 1 and (sum(self._stage_sizes(total)) != total or min(self._stage_sizes(total)) < 1):
-            raise Refused(f"{total} layers over {stages} stages", why="they do not divide evenly")
+        if self.virtual > 1 and layers % (stages * self.virtual):
+            raise Refused(f"{layers} layers over {stages} stages of {self.virtual} chunks", why="they do not divide")
+        if self.virtual == 1 and (sum(self._stage_sizes(layers)) != layers or min(self._stage_sizes(layers)) < 1):
+            raise Refused(f"{layers} layers over {stages} stages", why="they do not divide evenly")
 
 
 class HfTensor(NamedTuple):

@@ -213,7 +213,8 @@ class _VocabularyParallel(torch.autograd.Function):
         local = torch.where(here, targets - part.first, 0)
         at_target = z.gather(-1, local[:, None])[:, 0].masked_fill(~here, 0.0)
         weight = z.exp()
-        mean = _dot(weight, z) if with_entropy else torch.zeros_like(at_target)
+        # What has no weight counts for nothing, also at minus infinity.
+        mean = (weight * z.masked_fill(weight == 0, 0.0)).sum(-1) if with_entropy else torch.zeros_like(at_target)
         sums = part.sum(torch.stack([weight.sum(-1), mean, at_target]))
         log_total = sums[0].log()
         p = weight / sums[0][:, None]
@@ -258,11 +259,6 @@ class GatherContext(torch.autograd.Function):
         """That of this rank's places."""
         (places,) = ctx.saved_tensors
         return gradient[places], None, None, None
-
-
-def _dot(weight: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """sum w z over the vocabulary; what has no weight counts for nothing, also at minus infinity."""
-    return (weight * z.masked_fill(weight == 0, 0.0)).sum(-1)
 
 
 class PredictedRows:

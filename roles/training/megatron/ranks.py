@@ -5,27 +5,22 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from relax_rt.roles.models.device import generator_states, set_generator_states
 from relax_rt.roles.models.parallel import ParallelSizes, coordinates
-from relax_rt.roles.training.backend.channel import GATHER_S, WeightChannel, all_gather_values
+from relax_rt.roles.training.backend.channel import COLLECTIVE_S, GATHER_S, GangRanks
 from relax_rt.roles.training.megatron.shims import prepare
 from relax_rt.transport.rpc.errors import Refused
 
-T = TypeVar("T")
-
-TIMEOUT_S = 1800.0
-"""For one collective: after that a rank is taken for hung. Ranks wait for the next order without it."""
-IDLE = timedelta(days=365)
 GENERATOR = "generator_"
 """Before the kind of a device, or Megatron's name, in the name of a random generator's state."""
 
 
-class MegatronRanks:
+class MegatronRanks(GangRanks):
     """The process groups of a gang, and this rank's place in them. One a process.
 
     Args:
@@ -48,7 +43,7 @@ class MegatronRanks:
         gather_s: float = GATHER_S,
     ) -> None:
         prepare()
-        self.sizes, self.rank = sizes, rank
+        self.sizes = sizes
         if sizes.world % sizes.model_ranks or sizes.world % sizes.expert_ranks:
             raise Refused(f"{sizes.world} ranks", why=f"{sizes} does not divide them")
         cuda = torch.cuda.is_available()
@@ -61,7 +56,7 @@ class MegatronRanks:
                 store=store,
                 rank=rank,
                 world_size=sizes.world,
-                timeout=timedelta(seconds=TIMEOUT_S),
+                timeout=timedelta(seconds=COLLECTIVE_S),
             )
         state = importlib.import_module("megatron.core.parallel_state")
         state.initialize_model_parallel(
@@ -77,39 +72,13 @@ class MegatronRanks:
         self.tensor_group: dist.ProcessGroup = state.get_tensor_model_parallel_group()
         self.context_group: dist.ProcessGroup = state.get_context_parallel_group()
         self.pipeline_group: dist.ProcessGroup = state.get_pipeline_model_parallel_group()
-        self.control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=IDLE)
-        """Between the ranks' processors; waits as long as it takes."""
-        self.publication = WeightChannel.beside_training(self.device, gather_s)
-        """To rank 0's processor, beside all else."""
-
-    @property
-    def last_stage(self) -> bool:
-        """Whether losses are computed here."""
-        return self.at["pipeline"] == self.sizes.pipeline - 1
-
-    @property
-    def replica(self) -> int:
-        """Which of the replicas this rank is part of."""
-        return self.at["data"]
-
-    @property
-    def replicas(self) -> int:
-        """Those that have samples of their own."""
-        return self.sizes.data
-
-    @property
-    def pass_together(self) -> bool:
-        """Whether a pass through the model needs other ranks; replicas of a whole model meet at a step's end alone."""
-        return self.sizes.model_ranks > 1 or self.sizes.expert_ranks > 1
-
-    @property
-    def reports_loss(self) -> bool:
-        """Whether this rank's losses are counted: one of those that compute the same ones."""
-        return self.last_stage and self.at["tensor"] == 0 and self.at["context"] == 0
-
-    def gather(self, value: T) -> list[T]:
-        """A small plain value of each rank, by rank, on all of them."""
-        return all_gather_values(value, self.control)
+        super().__init__(rank, self.device, gather_s)
+        self.replica, self.replicas = self.at["data"], sizes.data
+        # Losses are computed on the last stage; of its ranks that compute the same ones, one is counted.
+        self.last_stage = self.at["pipeline"] == sizes.pipeline - 1
+        self.reports_loss = self.last_stage and self.at["tensor"] == 0 and self.at["context"] == 0
+        # Whether a pass through the model needs other ranks; replicas of a whole model meet at a step's end alone.
+        self.pass_together = sizes.model_ranks > 1 or sizes.expert_ranks > 1
 
     def from_last_stage(self, values: torch.Tensor) -> torch.Tensor:
         """The last stage's values on all stages of this replica."""
@@ -125,8 +94,8 @@ class MegatronRanks:
         return {f"{self._place}|{GENERATOR}{kind}": state.clone() for kind, state in states.items()}
 
     def set_generators(self, find: Callable[[str, str], torch.Tensor | None]) -> None:
-        """Go on from `generators`, as far as they are found: of ranks divided in another way there are none to go on
-        from, for Megatron draws by a rank's place in the division.
+        """Resume from `generators`, as far as they are found: for ranks divided in another way there are none, for
+        Megatron draws by a rank's place in the division.
 
         Args:
             find: gives what a checkpoint has under a name and a kind.
@@ -149,6 +118,6 @@ class MegatronRanks:
         return f"rank-{self.rank}-of-{'x'.join(map(str, cut))}-{self.device.type}"
 
     def close(self) -> None:
-        """Leave all groups, each of which has a thread of its own; the process can join others, in another store."""
+        """Leave Megatron's groups and those of the gang."""
         importlib.import_module("megatron.core.parallel_state").destroy_model_parallel()
-        dist.destroy_process_group()
+        super().close()

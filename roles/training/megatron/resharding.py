@@ -151,6 +151,11 @@ def _parts(shape: ModelShape, division: ModelDivision, stacked: bool) -> dict[st
     sizes = division.sizes
     held = RankParameters(shape, division, stacked_experts=stacked)
     found: dict[str, list[_HeldRun]] = {}
+
+    def add(local: LocalParameter, ranks: list[int]) -> None:
+        for run in local.runs:
+            found.setdefault(run.name, []).append(_HeldRun(local, run, tuple(ranks)))
+
     dense: dict[tuple[int, int], list[int]] = {}
     experts: dict[tuple[int, int, int], list[int]] = {}
     for rank in range(sizes.world):
@@ -165,28 +170,19 @@ def _parts(shape: ModelShape, division: ModelDivision, stacked: bool) -> dict[st
     for (stage, tensor), ranks in dense.items():
         for local in held.dense(ShardPosition(stage, tensor)):
             if not local.whole:
-                _add(found, local, ranks)
+                add(local, ranks)
             elif tensor == 0:
-                _add(found, local, stages[stage])
+                add(local, stages[stage])
     for (stage, expert, expert_tensor), ranks in experts.items():
         for local in held.experts(ShardPosition(stage, expert=expert, expert_tensor=expert_tensor)):
-            _add(found, local, ranks)
+            add(local, ranks)
     for parts in found.values():
         parts.sort(key=lambda part: (part.run.row, part.local.column))
-    _check_whole(found, hf_tensors(shape, stacked_experts=stacked))
-    return found
-
-
-def _add(found: dict[str, list[_HeldRun]], local: LocalParameter, ranks: list[int]) -> None:
-    for run in local.runs:
-        found.setdefault(run.name, []).append(_HeldRun(local, run, tuple(ranks)))
-
-
-def _check_whole(found: Mapping[str, list[_HeldRun]], wanted: Iterator[HfTensor]) -> None:
-    for target in wanted:
+    for target in hf_tensors(shape, stacked_experts=stacked):
         have = sum(part.run.rows * part.local.columns for part in found.get(target.name, ()))
         if have != target.rows * target.columns:
             raise Refused(f"tensor {target.name}", why=f"the ranks hold {have} of its elements once, not all")
+    return found
 
 
 _Piece = tuple[int, int, int]
@@ -256,7 +252,7 @@ Shards = Sequence[Mapping[str, torch.Tensor]]
 
 
 def check_shards(plan: ReshardPlan, rank: int, shards: Shards) -> None:
-    """Hold a rank's parameters against the plan, before the first bucket.
+    """Check a rank's parameters against the plan, before the first bucket.
 
     Raises:
         Refused: one is missing, of another shape, or not known; it is named.
@@ -306,7 +302,15 @@ def extract_part(
         parameter = shards[part.chunk].get(part.source) if part.chunk < len(shards) else None
         if parameter is None:
             raise _missing(rank, shards, part.chunk, part.source, entry.name)
-        _fits(rank, part, parameter, vector=len(entry.shape) == 1, for_=entry.name)
+        vector = len(entry.shape) == 1
+        columns = 1 if parameter.ndim == 1 else int(parameter.shape[-1])
+        wrong = parameter.ndim != (1 if vector else 2) or columns != part.columns
+        if wrong or parameter.shape[0] < part.source_row + part.rows:
+            raise Refused(
+                f"parameter {part.source} of rank {rank}, for {entry.name}",
+                why=f"its shape {list(parameter.shape)} does not have rows {part.source_row} to "
+                f"{part.source_row + part.rows} of {part.columns} columns",
+            )
         rows = parameter.detach()[part.source_row : part.source_row + part.rows]
         size = part.rows * part.columns
         out[at : at + size].view(rows.shape).copy_(rows)
@@ -358,17 +362,6 @@ def _parameter(rank: int, shards: Shards, chunk: int, name: str, shape: tuple[in
             hint="are parallel sizes, padding and model those of the gang?",
         )
     return found
-
-
-def _fits(rank: int, part: RowSlice, parameter: torch.Tensor, *, vector: bool, for_: str) -> None:
-    columns = 1 if parameter.ndim == 1 else int(parameter.shape[-1])
-    wrong = parameter.ndim != (1 if vector else 2) or columns != part.columns
-    if wrong or parameter.shape[0] < part.source_row + part.rows:
-        raise Refused(
-            f"parameter {part.source} of rank {rank}, for {for_}",
-            why=f"its shape {list(parameter.shape)} does not have rows {part.source_row} to "
-            f"{part.source_row + part.rows} of {part.columns} columns",
-        )
 
 
 def _missing(rank: int, shards: Shards, chunk: int, name: str, for_: str) -> Refused:

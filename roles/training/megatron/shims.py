@@ -27,7 +27,7 @@ def prepare() -> None:
     """
     global _done
     with warnings.catch_warnings():
-        # It tells of the optional packages that are not there; what is used of them is decided elsewhere.
+        # It warns of missing optional packages; which of them are used is decided elsewhere.
         warnings.simplefilter("ignore")
         importlib.import_module("megatron.core.optimizer")
         importlib.import_module("megatron.core.models.gpt")

@@ -113,7 +113,7 @@ class OptimizerState:
                 fill_parameter(part.master.view(-1), held[part.place], read, part.start)
 
     def check(self, held: Mapping[ParameterKey, LocalParameter], files: OptimizerFiles) -> None:
-        """See that a checkpoint has all that `masters` and `take` read of it. Changes nothing.
+        """Check that a checkpoint has all that `masters` and `take` read of it. Changes nothing.
 
         Raises:
             Refused: it lacks some of it.
@@ -227,7 +227,7 @@ class HfModelFiles(TensorFiles):
     """The weights of a model folder, under a checkpoint's names (each expert's alone)."""
 
     def check(self, shape: ModelShape) -> None:
-        """Hold the tensors against what config.json describes.
+        """Check the tensors against config.json.
 
         Raises:
             Refused: one is missing or of another shape; it is named.

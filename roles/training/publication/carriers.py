@@ -144,7 +144,7 @@ class WeightBroadcaster:
         from relax_rt.transport.weights.broadcast.source import DeviceSendBuffer, host_send_buffer
 
         nccl = self._kind == "nccl"
-        root = RankSpec(ROOT, _own_device() if nccl else "")
+        root = RankSpec(ROOT, (os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0") if nccl else "")
         group = BroadcastGroup([root], NCCL if nccl else GLOO, limits_of(self._timeout_s))
         self._send_buffer = DeviceSendBuffer() if nccl else host_send_buffer
         try:
@@ -188,11 +188,6 @@ class WeightBroadcaster:
             why=error,
             seconds=round(time.monotonic() - began, 4),
         )
-
-
-def _own_device() -> str:
-    """The first device that this process sees."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
 
 
 class DeviceWeights:

@@ -222,7 +222,14 @@ class Publisher:
         }
         if staged.changes_kept is not None:
             facts["changes_kept"] = round(staged.changes_kept, 4)
-            self._warn_of_lost_changes(staged.changes_kept)
+            if staged.changes_kept < MIN_CHANGES_KEPT and not self._warned:
+                # Once a process: engines sample from what is published, not from what was trained.
+                self._warned = True
+                self._ctx.log.warning(
+                    f"of the changes that adapters make, {staged.changes_kept:.1%} are left in {self._dtype}: the "
+                    'others are below the rounding of the weights; roles.rollout.dtype = "float32" keeps all',
+                    changes_kept=facts["changes_kept"],
+                )
         self._facts = {record.version: facts}
         self._report(self._tracker.committed(record.version, time.monotonic()))
         await asyncio.to_thread(self._stage.retire, record.version)
@@ -244,17 +251,6 @@ class Publisher:
             self._phase = f"version {record.version} is committed; those before it are removed from the folder of files"
             await self._files.write_after_commit(record)
         return record
-
-    def _warn_of_lost_changes(self, kept: float) -> None:
-        """Warn once a process: engines sample from what is published, not from what was trained."""
-        if kept >= MIN_CHANGES_KEPT or self._warned:
-            return
-        self._warned = True
-        self._ctx.log.warning(
-            f"of the changes that adapters make, {kept:.1%} are left in {self._dtype}: the others are below the "
-            'rounding of the weights; roles.rollout.dtype = "float32" keeps all',
-            changes_kept=round(kept, 4),
-        )
 
     async def _staged(self, version: int) -> StagedVersion:
         """Stage the version; wait for a free buffer while engines have time to release one, then evict a reader."""
@@ -318,7 +314,9 @@ class Publisher:
         self, version: int, layout: Layout, file: str, view: memoryview, adapters: VersionAdapters | None
     ) -> Manifest:
         """Seal the copy, rounded to the wire dtype; if shared memory is full, keep the copy and wait for room."""
-        narrow = self._narrowed(layout, view)
+        wire = wire_of(self._table.wire_dtype, self._dtype)
+        # Rounded in place: `view` then holds what will arrive.
+        narrow = wire_version(layout, view, wire) if wire is not None else b""
         beside, digest = (adapters.beside, adapters.base.digest) if adapters is not None else (b"", "")
         deadline = time.monotonic() + STAGE_WAIT_S
         while True:
@@ -329,14 +327,6 @@ class Publisher:
                     raise
                 self._phase = str(error)
                 time.sleep(STAGE_RETRY_S)
-
-    def _narrowed(self, layout: Layout, view: memoryview) -> bytes:
-        """Round the version to the wire dtype; `view` then holds what will arrive. Empty: it is sent as it is."""
-        wire = wire_of(self._table.wire_dtype, self._dtype)
-        if wire is None:
-            return b""
-
-        return wire_version(layout, view, wire)
 
     async def _wait_for_registry(self, call: Callable[[], Awaitable[T]]) -> T:
         """Repeat a call of the registry until it answers: its absence must not cost the step."""
@@ -375,18 +365,14 @@ class Publisher:
                         "engine_lost", engine=str(who), version=report.version, has=report.has, why=report.why
                     )
                 case VersionSettled():
-                    self._record_settled(report)
-
-    def _record_settled(self, report: VersionSettled) -> None:
-        facts = self._facts.get(report.version, {})
-        self._ctx.metrics(
-            {
-                "kind": "publication",
-                "version": report.version,
-                "engines": report.whole,
-                "late": report.late,
-                "starting": report.starting,
-                "seconds": round(report.after_s, 4),
-                **facts,
-            }
-        )
+                    self._ctx.metrics(
+                        {
+                            "kind": "publication",
+                            "version": report.version,
+                            "engines": report.whole,
+                            "late": report.late,
+                            "starting": report.starting,
+                            "seconds": round(report.after_s, 4),
+                            **self._facts.get(report.version, {}),
+                        }
+                    )

@@ -23,7 +23,7 @@ class FrozenModel:
     moved yet has no distance to it.
 
     Args:
-        budget: tokens of a micro-batch, or a `TokenBudget` that remembers and tells when it had to be lowered.
+        budget: tokens of a micro-batch, or a `TokenBudget` that remembers and reports reductions.
         temperature: log-probabilities are of logits / temperature.
 
     Attributes:

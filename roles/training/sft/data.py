@@ -226,29 +226,24 @@ def encode_texts(tokenizer: ChatTokenizer, texts: Sequence[ConversationText]) ->
     ids: list[list[int]] = []
     for first in range(0, len(flat), ENCODE_BATCH):
         ids += tokenizer.encode_many(flat[first : first + ENCODE_BATCH])
-    found, at = [], 0
+    found, encoded = [], iter(ids)
     for text in texts:
-        found.append(_joined(tokenizer, text, ids[at : at + len(text.parts)]))
-        at += len(text.parts)
+        tokens: list[int] = list(text.prompt)
+        mask = [0] * len(tokens)
+        for number, turn in enumerate(text.turns):
+            part = next(encoded)
+            end = next((place + 1 for place, token in enumerate(part) if token in tokenizer.stop_ids), None)
+            if number == len(text.turns) - 1:
+                part = part[:end] if end is not None else [*part, tokenizer.end_id]
+                end = len(part)
+            # What follows a turn that does not end cannot be told from it.
+            learnt = end if turn and end is not None else 0
+            tokens += part
+            mask += [1] * learnt + [0] * (len(part) - learnt)
+        # Nothing predicts the first token.
+        mask[:1] = [0]
+        found.append(EncodedSequence(np.array(tokens, np.int32), np.array(mask, np.uint8)))
     return found
-
-
-def _joined(tokenizer: ChatTokenizer, text: ConversationText, parts: Sequence[list[int]]) -> EncodedSequence:
-    tokens: list[int] = list(text.prompt)
-    mask = [0] * len(tokens)
-    for number, (part, turn) in enumerate(zip(parts, text.turns, strict=True)):
-        last = number == len(parts) - 1
-        end = next((place + 1 for place, token in enumerate(part) if token in tokenizer.stop_ids), None)
-        if last:
-            part = part[:end] if end is not None else [*part, tokenizer.end_id]
-            end = len(part)
-        # What follows a turn that does not end cannot be told from it.
-        learnt = end if turn and end is not None else 0
-        tokens += part
-        mask += [1] * learnt + [0] * (len(part) - learnt)
-    # Nothing predicts the first token.
-    mask[:1] = [0]
-    return EncodedSequence(np.array(tokens, np.int32), np.array(mask, np.uint8))
 
 
 Floats = NDArray[np.float32]
@@ -305,9 +300,9 @@ class UnusableRows(RelaxError):
     """Rows that cannot be used. `each` has them, one by one."""
 
     def __init__(self, each: Sequence[RelaxError]) -> None:
-        told = "; ".join(f"{one.what}: {one.why}" for one in each[:LISTED_FAULTS])
+        listed = "; ".join(f"{one.what}: {one.why}" for one in each[:LISTED_FAULTS])
         more = f"; and {len(each) - LISTED_FAULTS} more" if len(each) > LISTED_FAULTS else ""
-        super().__init__("cold_start.path has rows that cannot be used", why=told + more, hint="mend or remove them")
+        super().__init__("cold_start.path has rows that cannot be used", why=listed + more, hint="mend or remove them")
         self.each = list(each)
 
 
@@ -342,16 +337,13 @@ def load_sft_data(config: RunConfig, config_dir: Path, source: PromptSource, tok
     Raises:
         Faults: rows that cannot be used. RelaxError: no file, or nothing to learn from.
     """
-    data = config.table(DataTable)
-
-    table, report = config.table(ColdStartTable), {"evaluated": 0, "overlong": 0}
+    data, table, overlong = config.table(DataTable), config.table(ColdStartTable), 0
     held_out = list(source.held_out)
-    for one in config.table(EvaluationTable).sets:
-        held_out += load_set(one, config, source, tokenizer, config_dir)[0]
+    for named in config.table(EvaluationTable).sets:
+        held_out += load_set(named, config, source, tokenizer, config_dir)[0]
     rows, prompts = _rows(table, config_dir, source)
     evaluated = EvaluatedQuestions(held_out, data.held_out)
     kept = [index for index, row in enumerate(rows) if not evaluated.has(row)]
-    report["evaluated"] = len(rows) - len(kept)
     chosen = [rows[index] for index in kept]
     items = _encoded(table, data, tokenizer, chosen, [prompts[index] for index in kept] if prompts else [])
     train: list[SftItem] = []
@@ -363,13 +355,27 @@ def load_sft_data(config: RunConfig, config_dir: Path, source: PromptSource, tok
                 why = f"it has {longest} tokens, cold_start.max_tokens is {table.max_tokens}"
                 hint = 'allow more, or set cold_start.overlong = "drop"'
                 raise RelaxError(row.where, why=why, hint=hint)
-            report["overlong"] += 1
+            overlong += 1
             continue
         (validation if _held_out(row.question, table.held_out) else train).append(item)
     if not train:
-        why = f"of {len(rows)} rows {report['evaluated']} are evaluated on and {report['overlong']} too long"
+        why = f"of {len(rows)} rows {len(rows) - len(kept)} are evaluated on and {overlong} too long"
         raise RelaxError("cold_start has nothing to learn from", why=why, hint="other data, or larger max_tokens")
-    return SftData(train, validation, _report(len(rows), report, train, validation), _digest([*train, *validation]))
+    digest = xxhash.xxh3_64()
+    for one in (one for item in (*train, *validation) for one in item.sequences):
+        digest.update(np.int64(len(one.tokens)).tobytes() + one.tokens.tobytes() + one.mask.tobytes())
+    sequences = [one for item in train for one in item.sequences]
+    report = SftReport(
+        read=len(rows),
+        evaluated=len(rows) - len(kept),
+        overlong=overlong,
+        train=len(train),
+        validation=len(validation),
+        tokens=sum(len(one.tokens) for one in sequences),
+        learnt=sum(int(one.mask.sum()) for one in sequences),
+        longest=max(len(one.tokens) for one in sequences),
+    )
+    return SftData(train, validation, report, digest.hexdigest())
 
 
 def _rows(
@@ -425,27 +431,6 @@ def _held_out(question: str, share: float) -> bool:
     """Whether a question is validated with, by a hash of its own: whether [data] holds it out says nothing about it."""
     digest = hashlib.blake2b(canonical(question).encode(), digest_size=8, person=b"relax-cold").digest()
     return int.from_bytes(digest, "big") < share * 2.0**64
-
-
-def _report(read_: int, gone: dict[str, int], train: Sequence[SftItem], validation: Sequence[SftItem]) -> SftReport:
-    sequences = [one for item in train for one in item.sequences]
-    return SftReport(
-        read=read_,
-        train=len(train),
-        validation=len(validation),
-        tokens=sum(len(one.tokens) for one in sequences),
-        learnt=sum(int(one.mask.sum()) for one in sequences),
-        longest=max(len(one.tokens) for one in sequences),
-        **gone,
-    )
-
-
-def _digest(items: Iterable[SftItem]) -> str:
-    digest = xxhash.xxh3_64()
-    for item in items:
-        for one in item.sequences:
-            digest.update(np.int64(len(one.tokens)).tobytes() + one.tokens.tobytes() + one.mask.tobytes())
-    return digest.hexdigest()
 
 
 def sft_samples(items: Sequence[SftItem], reference: Sequence[Sequence[Floats]] | None = None) -> list[Sample]:

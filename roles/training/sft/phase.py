@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 READ_ALLOWANCE_S = 600.0
 SAVE_ALLOWANCE_S = 120.0
 SKIPPED_IN_A_ROW = 5
-"""Steps thrown away one after the other before the run ends, as in RL."""
+"""Consecutive skipped steps before the run ends, as in RL."""
 LOGPROB_ROWS = 64
 """Rows whose log-probabilities are computed together; between them a request to stop is seen."""
 
@@ -126,12 +126,21 @@ class ColdStartPhase:
         ctx.progress.extend(READ_ALLOWANCE_S, "cold start: reading its data")
         await asyncio.to_thread(self._prepare)
         if table.kind == "dpo":
-            await self._refer()
+            # Log-probabilities of the weights before the phase, computed once, for every row.
+            folder, items = cold_start_folder(ctx.run_dir), [*self._data.train, *self._data.validation]
+            values = await asyncio.to_thread(read_reference_logprobs, folder, self._data.digest)
+            if values is None:
+                # A process begins with the model's own weights, whichever checkpoint it resumes from next.
+                what = "cold start: log-probabilities of the reference"
+                values = await self._log_probabilities(sft_samples(items), what)
+                await asyncio.to_thread(write_reference_logprobs, folder, values, self._data.digest)
+            self._reference = dict(enumerate(values))
         mark = await self._resume()
         if mark.step == 0:
             self._record(mark, {"validation_loss": await self._validate()})
         began = time.monotonic() - mark.elapsed_s
-        for rows in islice(self._batches(), mark.step, mark.total):
+        batches = step_batches(table, [item.tokens for item in self._data.train], self._config.run.seed)
+        for rows in islice(batches, mark.step, mark.total):
             if ctx.stopping.is_set():
                 await self._save(mark)
                 return False
@@ -165,9 +174,6 @@ class ColdStartPhase:
         report = self._data.report
         ctx.event("cold_start_data", **{name: getattr(report, name) for name in report.__struct_fields__})
         ctx.log.info(f"cold start: {report}")
-
-    def _batches(self) -> Iterator[list[int]]:
-        return step_batches(self._table, [item.tokens for item in self._data.train], self._config.run.seed)
 
     async def _resume(self) -> ColdStartProgress:
         """Resume from the newest good checkpoint of this data; others are skipped, reported and quarantined: of a later
@@ -213,7 +219,7 @@ class ColdStartPhase:
             self._ctx.event("cold_start_step_skipped", step=number, why=result.why)
             if self._in_a_row >= SKIPPED_IN_A_ROW:
                 raise GivenUp(
-                    f"{self._in_a_row} steps of the cold start in a row were thrown away",
+                    f"{self._in_a_row} steps of the cold start in a row were skipped",
                     why=result.why,
                     hint="lower cold_start.learning_rate",
                 )
@@ -256,16 +262,6 @@ class ColdStartPhase:
         ctx.progress.advance(1, what)
 
     # What is computed without gradients.
-
-    async def _refer(self) -> None:
-        """Log-probabilities of the weights before the phase, computed once, for every row."""
-        folder, items = cold_start_folder(self._ctx.run_dir), [*self._data.train, *self._data.validation]
-        values = await asyncio.to_thread(read_reference_logprobs, folder, self._data.digest)
-        if values is None:
-            # A process begins with the model's own weights, whatever checkpoint it takes up next.
-            values = await self._log_probabilities(sft_samples(items), "cold start: log-probabilities of the reference")
-            await asyncio.to_thread(write_reference_logprobs, folder, values, self._data.digest)
-        self._reference = dict(enumerate(values))
 
     async def _log_probabilities(self, samples: Sequence[Sample], what: str) -> list[list[Floats]]:
         """Compute log-probabilities of each row's sequences under the current weights, LOGPROB_ROWS at a time."""

@@ -44,7 +44,7 @@ class TorchBackend:
     others make up for it with passes that count for nothing.
 
     Args:
-        tokens_per_micro_batch: a number, or a `TokenBudget` that remembers and tells when it had to be lowered.
+        tokens_per_micro_batch: a number, or a `TokenBudget` that remembers and reports reductions.
         device: where weights, gradients and moments are. Snapshots and what is exported are in ordinary memory.
         objective: unless given, that of the algorithm.
         ranks: the gang that shares the model; None: this process has all of it.

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,22 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from relax_rt.roles.data.media.vision_tower import VisionTower
 from relax_rt.roles.models.device import CPU, on_host
-from relax_rt.roles.training.backend.channel import GATHER_S, WeightChannel, all_gather_values
+from relax_rt.roles.training.backend.channel import COLLECTIVE_S, GATHER_S, GangRanks, WeightChannel
 from relax_rt.roles.training.batch.collate import MicroBatch, token_logprobs
 from relax_rt.roles.training.checkpoints.optimizer_state import TensorBlock
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.weights.manifest import BUCKET_BYTES
 
-T = TypeVar("T")
-
-TIMEOUT_S = 1800.0
-"""For one collective: after that a rank is taken for hung. Ranks wait for the next order without it."""
-IDLE = timedelta(days=365)
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """What ranks on such devices talk over."""
 
 
-class TorchRanks:
+class TorchRanks(GangRanks):
     """The process groups of a gang over which one model is sharded. One a process.
 
     Args:
@@ -42,53 +37,30 @@ class TorchRanks:
         gather_s: deadline of each message of a publication that rank 0 receives, seconds.
 
     Attributes:
-        mesh: of all ranks. control: between their processors; waits as long as it takes.
-        publication: to rank 0's processor, beside all else.
+        mesh: of all ranks.
     """
 
     def __init__(
         self, store: Any, rank: int, world: int, device: torch.device = CPU, *, gather_s: float = GATHER_S
     ) -> None:
-        self.rank, self.world = rank, world
+        self.world = world
         dist.init_process_group(
             BACKENDS[device.type],
             store=store,
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=TIMEOUT_S),
+            timeout=timedelta(seconds=COLLECTIVE_S),
         )
         self.mesh: DeviceMesh = init_device_mesh(device.type, (world,))
-        self.control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=IDLE)
-        self.publication = WeightChannel.beside_training(device, gather_s)
-
-    @property
-    def replica(self) -> int:
-        """Every rank has samples of its own."""
-        return self.rank
-
-    @property
-    def replicas(self) -> int:
-        """How many have."""
-        return self.world
-
-    @property
-    def reports_loss(self) -> bool:
-        """Its losses are counted: no other rank computes the same ones."""
-        return True
-
-    def gather(self, value: T) -> list[T]:
-        """A small plain value of each rank, by rank, on all of them."""
-        return all_gather_values(value, self.control)
+        super().__init__(rank, device, gather_s)
+        # Every rank has samples of its own, and no other one computes its losses.
+        self.replica, self.replicas, self.reports_loss = rank, world, True
 
     def total(self, value: float) -> float:
         """The sum over all ranks, in float64."""
         found = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(found, group=self.control)
         return float(found)
-
-    def close(self) -> None:
-        """Leave all groups; the process can join others, in another store."""
-        dist.destroy_process_group()
 
 
 class LogprobModule(torch.nn.Module):
@@ -115,7 +87,7 @@ class LogprobModule(torch.nn.Module):
 
 
 def shard_model(scored: LogprobModule, ranks: TorchRanks) -> None:
-    """Cut the model over the ranks: each layer is gathered when it is computed, forward and backward, and let go of
+    """Cut the model over the ranks: each layer is gathered when it is computed, forward and backward, and freed
     after it. Gradients are added up over the ranks, divided by nothing.
 
     Raises:

@@ -1,15 +1,14 @@
 """Checkpoints of the torch backend: a Hugging Face folder, the adapters, and each rank's part of the optimizer's state.
 
 The moments are blocks of Hugging Face tensors (`checkpoints/optimizer_state.py`), so that any number of ranks, and the
-Megatron backend, can go on from them. Beside them each rank keeps the states of its random generators: nothing here
+Megatron backend, can resume from them. Beside them each rank keeps the states of its random generators: nothing here
 draws from them, a loss of the user's may.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,7 +48,7 @@ K = TypeVar("K")
 GENERATOR = "generator_"
 """Before the kind of a device, in the name of a random generator's state."""
 DTYPE = "float32"
-"""Of the weights in a checkpoint: what the optimizer goes on from."""
+"""Of the weights in a checkpoint: what the optimizer resumes with."""
 
 
 class StateSnapshots:
@@ -147,8 +146,8 @@ class StateSnapshots:
         """
         weights, state = self._weights, OptimizerFiles(folder)
         files, experts = TensorFiles(folder), self._experts
-        _check(files, [_expected_tensors(files, experts, piece) for piece in weights.published])
-        read: ReadBlock = experts.reader(files, lambda name: files.shape(name) is not None)
+        _check(files, [experts.shapes(piece) for piece in weights.published])
+        read: ReadBlock = experts.reader(files)
         pieces, prefix = list(weights.published), ""
         if self._lora is not None:
             pieces, prefix = weights.trained, ADAPTER_PREFIX
@@ -156,7 +155,7 @@ class StateSnapshots:
         elif (folder / ADAPTER_FOLDER).is_dir():
             raise _adapter_mismatch(folder, "it is of a training of adapters")
         elif state.has(MASTER):
-            read = experts.reader(state.reader(MASTER), partial(state.holds, MASTER))
+            read = experts.reader(state.reader(MASTER))
         moments = self._moments_of(state)
         with torch.no_grad():
             for piece in pieces:
@@ -192,7 +191,7 @@ class StateSnapshots:
         """Read the moments of this rank's rows, by tensor name; none before the first step."""
         if not all(files.has(kind) for kind in MOMENTS):
             return {}
-        reads = {kind: self._experts.reader(files.reader(kind), partial(files.holds, kind)) for kind in MOMENTS}
+        reads = {kind: self._experts.reader(files.reader(kind)) for kind in MOMENTS}
         return {
             piece.name: {
                 kind: read(piece.block).view(piece.values.shape).to(self._device) for kind, read in reads.items()
@@ -212,14 +211,8 @@ def _copy_into_buffer(kept: dict[K, torch.Tensor], name: K, values: torch.Tensor
     kept[name] = on_host(values.contiguous(), kept.get(name))
 
 
-def _expected_tensors(files: TensorFiles, experts: ExpertStacks, piece: TensorShard) -> dict[str, tuple[int, ...]]:
-    """Names and shapes that files should have of a tensor: as the model has it where they do, for a stack of experts
-    was written so before."""
-    return {piece.name: piece.shape} if files.shape(piece.name) is not None else experts.shapes(piece)
-
-
 def _check(files: TensorFiles, wanted: Iterable[Mapping[str, tuple[int, ...]]]) -> None:
-    """See that files hold every one of these tensors.
+    """Check that files hold every one of these tensors.
 
     Raises:
         Refused: one is missing or of another shape; it is named.
@@ -264,15 +257,11 @@ class ExpertStacks:
         for part, own in zip(parts, torch.split(values.reshape(-1), sizes), strict=True):
             yield part, own.view(part.rows, part.columns)
 
-    def reader(self, read: ReadBlock, stacked: Callable[[str], bool]) -> ReadBlock:
-        """Gives whole rows of the model's tensors from files of a checkpoint.
-
-        Args:
-            stacked: whether the files have a stack as it is, as those of earlier versions do.
-        """
+    def reader(self, read: ReadBlock) -> ReadBlock:
+        """Gives whole rows of the model's tensors from files of a checkpoint."""
 
         def found(block: TensorBlock) -> torch.Tensor:
-            if block.name not in self._stacks or stacked(block.name):
+            if block.name not in self._stacks:
                 return read(block)
             parts = [read(part).reshape(-1) for part in self.blocks(block)]
             return torch.cat(parts).view(block.rows, block.columns)

@@ -70,7 +70,7 @@ def account(core: Core) -> dict[str, int]:
 
 
 def audit(core: Core) -> list[str]:
-    """What is wrong with the ledger: empty, or there is a defect in it. For tests and simulations."""
+    """Violated invariants; empty unless the ledger has a defect. For tests and simulations."""
     wrong: list[str] = []
     state = core.state
     states = by_state(core)
@@ -116,7 +116,7 @@ def _audit_bounds(core: Core) -> list[str]:
 
 
 def _audit_open(core: Core) -> list[str]:
-    """What is missing of a group is either being made by its holder or waits to be given out."""
+    """Check that missing members of each group are either held by a producer or queued for admission."""
     wrong: list[str] = []
     for group in core.state.groups.values():
         if any(sample.partial is not None and (sample.generated or sample.excluded) for sample in group.samples):

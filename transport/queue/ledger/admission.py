@@ -323,19 +323,15 @@ def check_puts(core: Core, who: Incarnation, puts: list[BlockPut]) -> None:
             if at in seen:
                 raise Refused(f"put of sample {row.key} by {who}", why="it is twice in the same call")
             seen.add(at)
-            _check_row(core, who, row)
-
-
-def _check_row(core: Core, who: Incarnation, row: RowPut) -> None:
-    what = f"put of sample {row.key} by {who}"
-    group = core.state.groups.get(row.key.group)
-    if group is not None and group.holder == who:
-        if not 0 <= row.key.member < len(group.samples):
-            raise Refused(what, why=f"its group has {len(group.samples)} members")
-        # After a lapse the caller may have got the same group again, and the work of its first ticket comes late.
-        if row.key.member not in group.making and not group.regenerations:
-            raise Refused(what, why="a producer puts each member of its ticket once, with all its columns")
-    check_versions(core, what, row)
+            what = f"put of sample {row.key} by {who}"
+            group = core.state.groups.get(row.key.group)
+            if group is not None and group.holder == who:
+                if not 0 <= row.key.member < len(group.samples):
+                    raise Refused(what, why=f"its group has {len(group.samples)} members")
+                # After a lapse the caller may hold the same group again, and the work of its first ticket comes late.
+                if row.key.member not in group.making and not group.regenerations:
+                    raise Refused(what, why="a producer puts each member of its ticket once, with all its columns")
+            check_versions(core, what, row)
 
 
 def check_versions(core: Core, what: str, row: RowPut) -> None:
@@ -385,7 +381,7 @@ def check_fields(core: Core, who: Incarnation, puts: list[BlockPut]) -> None:
 
 
 def _check_new(core: Core, who: Incarnation, puts: list[BlockPut]) -> None:
-    """What a producer puts must be of use to some task, and must not lapse."""
+    """Refuse new samples that no task can work on, or whose columns would lapse with the weights."""
     for item in puts:
         if not core.tasks_with(item.block.fields):
             needed = "; ".join(f"{task}: {', '.join(fields)}" for task, fields in core.policy.tasks.items())
@@ -621,7 +617,7 @@ def _joined(old: PartialTokens | None, one: PartialChunk) -> PartialTokens:
 
 
 def load_partials(core: Core, who: Incarnation, keys: Sequence[SampleKey]) -> list[PartialChunk]:
-    """What is held of these members, which the caller makes: of the first of them, as much as one answer takes."""
+    """Saved tokens of these members of the caller, as many of the first ones as fit into one answer."""
     found: list[PartialChunk] = []
     nbytes = 0
     for key in keys:

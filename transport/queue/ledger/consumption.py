@@ -190,7 +190,13 @@ def complete(core: Core, who: Incarnation, event: CompleteLease) -> Freed:
     """
     lease = core.state.leases.get(event.lease)
     if lease is None or lease.holder != who:
-        return _complete_late(core, who, event)
+        check_rows(core, who, event.puts)
+        core.tally("late_completions")
+        return_extents(core, event.puts)
+        if not event.pinned:
+            _unpin(core, who, [event.lease])
+        core.changed = True
+        return Freed(core.blocks.collect(who))
     _check_complete(core, who, event, lease)
     core.changed = True
     if lease.slices:
@@ -200,7 +206,17 @@ def complete(core: Core, who: Incarnation, event: CompleteLease) -> Freed:
     if event.puts or event.failures or lease.task == core.policy.step_task:
         _finish(core, lease, event)
     else:
-        _finish_without_news(core, lease, event)
+        # The usual end of a lease: its task is done with the samples, and nothing new is ready for another task.
+        task, tasks = lease.task, len(core.policy.tasks)
+        held = core.samples_of(lease)
+        core.close(lease, pinned=event.pinned)
+        ends = not core.policy.step_task
+        for key, sample in held:
+            sample.done.append(task)
+            sample.deaths = 0
+            if ends and len(sample.done) >= tasks:
+                core.finish_if_done(core.state.groups[key.group])
+        fail_members(core, task, find_stuck(core, held))
     return Freed(core.blocks.collect(who))
 
 
@@ -255,20 +271,6 @@ def _finish(core: Core, lease: Lease, event: CompleteLease) -> None:
             core.finish_if_done(group)
 
 
-def _finish_without_news(core: Core, lease: Lease, event: CompleteLease) -> None:
-    # The usual end of a lease: the task is done with its samples, and nothing new is ready for another.
-    task, tasks = lease.task, len(core.policy.tasks)
-    held = core.samples_of(lease)
-    core.close(lease, pinned=event.pinned)
-    ends = not core.policy.step_task
-    for key, sample in held:
-        sample.done.append(task)
-        sample.deaths = 0
-        if ends and len(sample.done) >= tasks:
-            core.finish_if_done(core.state.groups[key.group])
-    fail_members(core, task, find_stuck(core, held))
-
-
 def _check_complete(core: Core, who: Incarnation, event: CompleteLease, lease: Lease) -> None:
     what = f"completion of lease {event.lease} by {who}"
     if lease.task == core.policy.step_task and (event.puts or not event.failures):
@@ -306,16 +308,6 @@ def _check_columns(core: Core, what: str, event: CompleteLease, lease: Lease) ->
             if double:
                 raise Refused(what, why=f"sample {row.key} has column {', '.join(sorted(double))} already")
             there.update(item.block.fields)
-
-
-def _complete_late(core: Core, who: Incarnation, event: CompleteLease) -> Freed:
-    check_rows(core, who, event.puts)
-    core.tally("late_completions")
-    return_extents(core, event.puts)
-    if not event.pinned:
-        _unpin(core, who, [event.lease])
-    core.changed = True
-    return Freed(core.blocks.collect(who))
 
 
 def unpin(core: Core, who: Incarnation, event: UnpinLeases) -> Freed:

@@ -1,28 +1,174 @@
-"""The state together with what is derived from it; the other modules of the ledger are functions over it."""
+"""The state together with what is derived from it; the other modules of the ledger are functions over it.
+
+Derived are the queues of ready samples (`ReadyQueue`), counts by length (`LengthStatistics`), deadlines and staleness.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+import bisect
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from relax_rt.transport.base.versions import VersionRecord, VersionTree
 from relax_rt.transport.memory.block_table import BlockTable
 from relax_rt.transport.memory.refs import Extent
-from relax_rt.transport.queue.ledger.lengths import LengthStatistics
 from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy
-from relax_rt.transport.queue.ledger.ready import ReadyQueue
-from relax_rt.transport.queue.ledger.state import Lease, SampleGroup, SamplePart, SampleState, State
+from relax_rt.transport.queue.ledger.state import Lease, PackedRun, SampleGroup, SamplePart, SampleState, State
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
 Notice = tuple[str, dict[str, Any]]
 """Something a person wants to see in the event log: kind and fields."""
 REFUSED, REFUSED_TOKENS = "refused(stale)", "refused_tokens"
-"""How samples end that are over-stale, and the tally of their tokens."""
+"""Terminal state of over-stale samples, and the name of the tally of their tokens."""
 ROOM = "room"
-"""What those who wait for admission wait for; takers wait for the name of their task."""
+"""Topic that waiting producers are woken by; consumers are woken by the name of their task."""
+
+
+class ReadyQueue:
+    """Ready samples of one task: single ones, and packed runs, of which those from `next` of the task on are ready.
+
+    Attributes:
+        entries: in order; a packed run stands under the key of its first sample, with None beside a single sample.
+    """
+
+    def __init__(self, task: str) -> None:
+        self.task = task
+        self.entries: OrderedDict[SampleKey, PackedRun | None] = OrderedDict()
+
+    def __iter__(self) -> Iterator[SampleKey]:
+        for key, run in self.entries.items():
+            if run is None:
+                yield key
+            else:
+                yield from self._keys_of(run)
+
+    def __reversed__(self) -> Iterator[SampleKey]:
+        for key in reversed(self.entries):
+            run = self.entries[key]
+            if run is None:
+                yield key
+            else:
+                yield from reversed(self._keys_of(run))
+
+    def __len__(self) -> int:
+        return sum(1 if run is None else run.count - run.next[self.task] for run in self.entries.values())
+
+    def __contains__(self, key: SampleKey) -> bool:
+        return key in self.entries
+
+    def _keys_of(self, run: PackedRun) -> list[SampleKey]:
+        return [SampleKey(run.first + n, 0) for n in range(run.next[self.task], run.count)]
+
+    def run_of(self, key: SampleKey) -> PackedRun | None:
+        """The packed run that a ready sample is in; None for a single one."""
+        if self.entries.get(key, key) is None:
+            return None
+        runs = (run for run in self.entries.values() if run is not None)
+        return next((run for run in runs if run.first <= key.group < run.first + run.count), None)
+
+    def add(self, key: SampleKey) -> None:
+        """Add a sample behind the others."""
+        self.entries[key] = None
+
+    def discard(self, key: SampleKey) -> None:
+        """Remove a sample, if it is there."""
+        self.entries.pop(key, None)
+
+    def add_run(self, run: PackedRun) -> None:
+        """Add a packed run behind the others."""
+        self.entries[SampleKey(run.first, 0)] = run
+
+    def remove_run(self, run: PackedRun) -> None:
+        """Remove a packed run of which nothing is ready any more."""
+        del self.entries[SampleKey(run.first, 0)]
+
+    def move_first(self, keys: Iterable[SampleKey]) -> None:
+        """Move those of the samples that are ready before all others, in this order."""
+        for key in reversed(list(keys)):
+            if key in self.entries:
+                self.entries.move_to_end(key, last=False)
+
+    def unpack(self, runs: Mapping[int, PackedRun]) -> None:
+        """Replace packed runs (by first sample) by their samples, in their places."""
+        there = [key for key in (SampleKey(first, 0) for first in runs) if self.entries.get(key) is not None]
+        if not there:
+            return
+        # Leases take from the front, so that what is to be unpacked mostly lies there too.
+        front: list[tuple[SampleKey, PackedRun | None]] = []
+        left = len(there)
+        for key, run in self.entries.items():
+            if run is None or run.first not in runs:
+                front.append((key, run))
+                continue
+            front += [(one, None) for one in self._keys_of(run)]
+            left -= 1
+            if not left:
+                break
+        for key in there:
+            del self.entries[key]
+        for key, run in reversed(front):
+            self.entries[key] = run
+            self.entries.move_to_end(key, last=False)
+
+
+RECENT = 4096
+"""Lengths from which the deciles are computed."""
+
+
+class LengthStatistics:
+    """Counts by length decile of the samples generated lately, and a histogram of staleness by length decile.
+
+    Long generations must not be lost more often than short ones. Kept in memory only, as what the broker has seen since
+    it started: figures for people, nothing is decided by them.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque(maxlen=RECENT)
+        self._cuts: list[int] = []
+        self._by_decile: dict[str, Counter[int]] = {}
+        self._staleness: dict[int, Counter[int]] = {}
+        self._seen = 0
+
+    def generated(self, length: int) -> None:
+        """A sample of this many tokens was put."""
+        if length < 0:
+            return
+        self._recent.append(length)
+        self._seen += 1
+        # Each doubling, then every RECENT: the cuts cost a sort.
+        if self._seen & (self._seen - 1) == 0 or self._seen % RECENT == 0:
+            ordered = sorted(self._recent)
+            self._cuts = [ordered[len(ordered) * tenth // 10] for tenth in range(1, 10)]
+
+    def decile(self, length: int) -> int:
+        """0 for the shortest tenth to 9 for the longest."""
+        return bisect.bisect_right(self._cuts, length)
+
+    def used(self, length: int) -> None:
+        """A sample was consumed to the end."""
+        if length >= 0:
+            self._by_decile.setdefault("used", Counter())[self.decile(length)] += 1
+
+    def lost(self, length: int, state: str) -> None:
+        """A generated sample ended unused."""
+        if length >= 0:
+            self._by_decile.setdefault(state, Counter())[self.decile(length)] += 1
+
+    def consumed(self, length: int, staleness: int) -> None:
+        """A sample was leased for a step at this staleness."""
+        if length >= 0:
+            self._staleness.setdefault(staleness, Counter())[self.decile(length)] += 1
+
+    def by_decile(self) -> dict[str, list[int]]:
+        """Ten counts, shortest first, for each way in which samples ended."""
+        return {state: [counts[n] for n in range(10)] for state, counts in sorted(self._by_decile.items())}
+
+    def staleness(self) -> dict[str, list[int]]:
+        """Ten counts, shortest first, for each staleness at consumption."""
+        return {str(lag): [counts[n] for n in range(10)] for lag, counts in sorted(self._staleness.items())}
 
 
 class Core:
@@ -157,7 +303,7 @@ class Core:
 
     @property
     def used_bytes(self) -> int:
-        """What counts against the capacity: payloads in shared memory, and partial completions."""
+        """Bytes that count against the capacity: payloads in shared memory, and partial completions."""
         return self.state.blocks.payload_bytes + self.state.partials_bytes
 
     def drop_partial(self, sample: SampleState) -> None:
@@ -247,7 +393,7 @@ class Core:
             self.step_ready.pop(group.id, None)
 
     def index_single(self, group: int, sample: SampleState) -> None:
-        """What `refresh` does for the only sample of a group that was just put."""
+        """Index the only sample of a group that was just put; a fast form of `refresh`."""
         key = SampleKey(group, 0)
         for task in self.tasks_with(self.blocks.blocks[sample.parts[0].block].ref.fields):
             self.ready[task].add(key)
@@ -388,7 +534,7 @@ class Core:
         self.unpin(lease.pins)
 
     def readers(self) -> set[Incarnation]:
-        """Who may be reading memory, fenced or not: it stays pinned until they release it, or have ended."""
+        """Incarnations that may be reading memory, fenced or not: it stays pinned until they release it or end."""
         found = {lease.holder for lease in self.state.leases.values()}
         found.update(lease.holder for lease in self.state.pinned.values())
         return found

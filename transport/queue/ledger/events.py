@@ -1,4 +1,4 @@
-"""What happens to the ledger. Journaled as they are; replaying them gives the same state."""
+"""Events of the ledger. They are journaled as they are; a replay gives the same state."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _fail(core: Core, group: SampleGroup, members: set[int]) -> None:
 def fail_missing(
     core: Core, group: SampleGroup, reason: str, *, late: bool = False, item: str = "", about: str = ""
 ) -> None:
-    """Its producer cannot make what is missing of the group: the same as if a task had failed on it."""
+    """Fail the missing members of a group that its producer cannot make, as if a task had failed on them."""
     group.holder, group.making = None, []
     core.clear_deadline(group.id)
     missing = group.missing()
@@ -187,7 +187,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 class Judged(NamedTuple):
-    """What a failure amounts to.
+    """Judgement of a failure.
 
     Attributes:
         whole: it completes a whole attempt of the group without a single success, which is counted as a failed group.
@@ -365,7 +365,7 @@ def _count(core: Core, group: SampleGroup, task: str, failure: Failure) -> None:
 
 
 def _prompt(group: SampleGroup) -> str:
-    """What makes it one prompt: its item, which comes again in each epoch; its index until the item is known."""
+    """Identity of the group's prompt: its item, which recurs in each epoch, or its index until the item is known."""
     assert group.prompt is not None
     return group.item or f"#{group.prompt.index}"
 

@@ -1,4 +1,4 @@
-"""What producers and consumers tell the ledger, and what it answers."""
+"""Messages between producers, consumers and the ledger."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Ticket(msgspec.Struct, frozen=True):
 
 
 class PartialChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a producer has sampled of an unfinished member, from position `start` of its completion on.
+    """Tokens of an unfinished member, from position `start` of its completion on.
 
     Attributes:
         issue: of the ticket that it works under.
@@ -166,7 +166,7 @@ class GroupsPut(msgspec.Struct, frozen=True, tag="groups_put", gc=False):
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a consumer asks for.
+    """Request of a consumer for samples.
 
     Attributes:
         samples: up to this many samples.
@@ -309,7 +309,7 @@ class Retired(msgspec.Struct, frozen=True):
 
 
 class ProgressReport(msgspec.Struct, frozen=True):
-    """What was lost since the run was started, and whether anything comes of it.
+    """Losses since the run was started, and whether failed groups end it.
 
     Attributes:
         failed_groups: in a row, with none whole in between. prompts: different ones of these. most: that end a run.
@@ -354,7 +354,7 @@ def failure_summary(report: ProgressReport) -> str:
 
 
 class StepReply(msgspec.Struct, frozen=True, tag="step_reply"):
-    """What the ledger asks of the trainer after a step, and tells it.
+    """Reply to a completed step.
 
     Attributes:
         checkpoint_now: why it should commit a checkpoint early.
@@ -429,4 +429,4 @@ class Acknowledged(msgspec.Struct, frozen=True, tag="done", gc=False):
 
 
 Reply = Admission | GroupsPut | StepReply | SavedPartials | ItemsAssigned | Freed | Granted | Acknowledged
-"""What the ledger keeps of its replies, so that a call that comes again gets the first one."""
+"""Replies that the ledger keeps, so that a repeated call gets the first one."""

@@ -202,7 +202,7 @@ def count_states(core: Core) -> dict[str, int]:
 
 
 def audit(core: Core) -> list[str]:
-    """What is wrong with the runs: empty, or there is a defect in them."""
+    """Violated invariants of packed runs; empty unless there is a defect."""
     wrong: list[str] = []
     tasks, leases = len(core.policy.tasks), core.state.leases
     for run in core.state.runs.values():

@@ -1,4 +1,4 @@
-"""What the job and the settings ask of the ledger."""
+"""Policy and limits of the ledger, from the job and its settings."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, order=True):
         return Prompt(self.index, self.attempt + 1, self.failures + failed, self.item, losses)
 
     def with_losses(self, times: int) -> Prompt:
-        """What was begun of it was lost so often."""
+        """The same prompt with this number of losses."""
         return msgspec.structs.replace(self, losses=self.losses + times)
 
     def without_losses(self) -> Prompt:

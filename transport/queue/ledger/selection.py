@@ -1,4 +1,4 @@
-"""What a consumer is given: samplers, the next training batch, and how long it waits for stragglers."""
+"""Selection of samples for a lease: samplers, the next training batch, and waiting for stragglers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from relax_rt.transport.queue.ledger.admission import (
     recycle,
     regenerate_stale_members,
 )
-from relax_rt.transport.queue.ledger.core import REFUSED, Core
+from relax_rt.transport.queue.ledger.core import REFUSED, Core, ReadyQueue
 from relax_rt.transport.queue.ledger.messages import LeaseRequest, SampleKey
-from relax_rt.transport.queue.ledger.ready import ReadyQueue
 from relax_rt.transport.queue.ledger.state import SampleGroup
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
@@ -30,7 +29,7 @@ WINDOW = 4096
 
 
 class Unit(msgspec.Struct, frozen=True):
-    """What a sampler chooses or leaves as a whole: one ready sample, or all samples of a group.
+    """Smallest unit of a sampler's choice: one ready sample, or all samples of a group.
 
     Attributes:
         id: its group.
@@ -96,7 +95,7 @@ class BatchSampler(Protocol):
 
 
 def limit_of(request: LeaseRequest) -> float:
-    """How many groups, or else samples, may be chosen; inf if tokens are the only bound.
+    """Largest number of groups, or else samples, to choose; inf if tokens are the only bound.
 
     Raises:
         Refused: nothing is wanted, or less than nothing.
@@ -148,7 +147,7 @@ def fill(units: Iterable[Unit], request: LeaseRequest, *, skip: bool = False) ->
 
 
 def choose(sampler: BatchSampler, units: Iterable[Unit], request: LeaseRequest) -> Selection:
-    """What the sampler chooses, held to what it was asked.
+    """Ask the sampler, and check its choice against the request.
 
     Raises:
         Refused: the sampler failed, chose more than was wanted, a unit twice, or one that it was not offered.
@@ -219,7 +218,7 @@ def choose_urgent_first(sampler: BatchSampler, units: Iterable[Unit], request: L
 
 
 def _remaining(request: LeaseRequest, chosen: list[Unit]) -> LeaseRequest | None:
-    """What is still wanted besides these units; None: nothing."""
+    """The rest of the request after these units; None if it is met."""
     groups = request.groups - len(chosen)
     samples = request.samples - sum(len(unit.keys) for unit in chosen)
     tokens = request.tokens - sum(unit.tokens for unit in chosen) if request.tokens else 0
@@ -314,7 +313,7 @@ def hold_for_stragglers(core: Core, *, ends_step: bool = True) -> str:
 
 
 def groups_beside_stragglers(core: Core, groups: int) -> int:
-    """How many groups a step may lease before its stragglers are there: it reserves the others for them.
+    """Number of groups that a step may lease before its stragglers are ready; the others are reserved for them.
 
     Otherwise groups that are made fast would take the places of those that take long, which the update then refuses.
     """
@@ -478,7 +477,7 @@ def settle(core: Core, who: Incarnation, request: LeaseRequest) -> tuple[LeaseRe
 
 
 def _granted(core: Core, request: LeaseRequest) -> tuple[int, str]:
-    """How many groups may be granted of what a step lacks, and why not all of them."""
+    """Number of groups that may be granted to a step now, and the reason why not all."""
     ready = len(core.step_ready)
     room = groups_beside_stragglers(core, request.groups) if request.at_least else request.groups
     lacking = f"{ready} of {request.groups} groups are ready for training"

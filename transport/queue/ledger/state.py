@@ -1,4 +1,4 @@
-"""All that the ledger knows, as plain data: a snapshot is its encoding."""
+"""State of the ledger as plain data; a snapshot is its encoding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPLIES_KEPT = 128
 
 
 class ClientProcess(msgspec.Struct, frozen=True, array_like=True):
-    """Where an incarnation lives.
+    """Location of an incarnation.
 
     Attributes:
         who: the incarnation.
@@ -119,7 +119,7 @@ class Callers(msgspec.Struct):
         kept = self.replies[owner_key(who)]
         if seq in kept:
             return kept[seq]
-        if len(kept) >= REPLIES_KEPT and seq < min(kept):
+        if len(kept) >= REPLIES_KEPT and seq < next(iter(kept)):
             raise Refused(f"call {seq} of {who}", why=f"replies are kept for the last {REPLIES_KEPT} calls only")
         return None
 
@@ -132,9 +132,13 @@ class Callers(msgspec.Struct):
         if kept is None:
             # The call was the caller's own end.
             return
+        late = bool(kept) and seq < next(reversed(kept))
         kept[seq] = reply
+        if late:
+            # Numbers mostly come in order. Keep them so, that the lowest one is found without a search.
+            kept = self.replies[owner_key(who)] = dict(sorted(kept.items()))
         if len(kept) > REPLIES_KEPT:
-            del kept[min(kept)]
+            del kept[next(iter(kept))]
 
 
 class SamplePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -275,7 +279,7 @@ class SampleGroup(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def size(self) -> int:
-        """Its members, without those left out."""
+        """Number of members, without excluded ones."""
         size = len(self.samples)
         for sample in self.samples:
             size -= sample.excluded
@@ -287,11 +291,11 @@ class SampleGroup(msgspec.Struct, array_like=True, gc=False):
         return all(sample.generated for sample in self.samples if not sample.excluded)
 
     def sample_keys(self) -> list[SampleKey]:
-        """The keys of its samples, without those left out."""
+        """Keys of the samples, without excluded ones."""
         return [SampleKey(self.id, member) for member, sample in enumerate(self.samples) if not sample.excluded]
 
     def members(self) -> list[tuple[SampleKey, SampleState]]:
-        """Its samples with their keys, without those left out."""
+        """Samples with their keys, without excluded ones."""
         return [(SampleKey(self.id, n), sample) for n, sample in enumerate(self.samples) if not sample.excluded]
 
     def missing(self) -> list[int]:

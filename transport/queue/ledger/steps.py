@@ -129,7 +129,15 @@ def commit(core: Core, who: Incarnation, event: Commit) -> None:
     if event.step > core.state.step:
         raise Refused(f"commit of step {event.step} by {who}", why=f"the last step trained is {core.state.step}")
     _commit(core, event.step)
-    _fold(core)
+    # Keep only counts of steps too old to be returned to.
+    state = core.state
+    floor = state.committed - state.limits.keep_steps
+    for step in [step for step in state.path if step <= floor]:
+        records = state.path.pop(step)
+        for what, n in (("groups", len(records)), ("samples", sum(record.size for record in records))):
+            state.folded[what] = state.folded.get(what, 0) + n
+        state.folded_steps = max(state.folded_steps, step)
+        core.changed = True
 
 
 def _commit(core: Core, step: int) -> None:
@@ -146,18 +154,6 @@ def _commit(core: Core, step: int) -> None:
         state.committed = step
         core.changed = True
         core.touched.add(ROOM)
-
-
-def _fold(core: Core) -> None:
-    """Keep only counts of steps too old to be returned to."""
-    state = core.state
-    floor = state.committed - state.limits.keep_steps
-    for step in [step for step in state.path if step <= floor]:
-        records = state.path.pop(step)
-        for what, n in (("groups", len(records)), ("samples", sum(record.size for record in records))):
-            state.folded[what] = state.folded.get(what, 0) + n
-        state.folded_steps = max(state.folded_steps, step)
-        core.changed = True
 
 
 def rollback(core: Core, who: Incarnation, event: Rollback) -> None:
@@ -203,7 +199,12 @@ def _offer_again(core: Core, undone: list[TrainedGroup]) -> None:
     for record in undone:
         group = state.trained.pop(record.group, None)
         if group is None:
-            _lost_with_checkpoint(core, record)
+            # Its step was skipped, or its checkpoint was given up after its payload was freed: only its prompt
+            # returns.
+            core.count_end("skipped" if record.skipped else "freed", -record.size)
+            core.count_end("lost", record.size)
+            if record.prompt is not None:
+                core.state.prompts.give_back(record.prompt)
         elif group.id in state.payloads_lost:
             core.end(group, "lost")
         elif core.staleness(group) > core.policy.max_staleness:
@@ -222,14 +223,6 @@ def _offer_again(core: Core, undone: list[TrainedGroup]) -> None:
         core.lapse_columns(group)
         core.refresh(group)
         core.tally("samples_offered_again", group.size)
-
-
-def _lost_with_checkpoint(core: Core, record: TrainedGroup) -> None:
-    """Its step was skipped, or its checkpoint was given up after its payload was freed: only its prompt returns."""
-    core.count_end("skipped" if record.skipped else "freed", -record.size)
-    core.count_end("lost", record.size)
-    if record.prompt is not None:
-        core.state.prompts.give_back(record.prompt)
 
 
 MAX_ASKED = 65_536

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from relax_rt.transport.rpc.errors import Refused
 
 Oversize = Literal["refuse", "alone"]
-"""What becomes of a sample over the token budget: an error that names it, or a micro-batch of its own."""
+"""How to treat a sample over the token budget: raise an error that names it, or give it its own micro-batch."""
 
 _Chain: TypeAlias = "tuple[_Chain, _Chain] | int | None"
 """Indices of a part as a binary tree, so that joining two parts costs the same whatever their size."""

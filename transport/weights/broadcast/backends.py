@@ -23,10 +23,9 @@ import torch.distributed
 
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, RelaxError
 from relax_rt.transport.weights import device
-from relax_rt.transport.weights import memory as host
 from relax_rt.transport.weights.broadcast.protocol import DuplicateDevice, PeerLost, Rendezvous
 from relax_rt.transport.weights.device import DeviceView
-from relax_rt.transport.weights.memory import HostView, Memory, View
+from relax_rt.transport.weights.memory import HostView, Memory, View, map_host_memory
 
 MEET_POLL_S = 0.02
 
@@ -109,7 +108,7 @@ class GlooCommunicator:
         self._aborted = False
 
     def open(self, memory: Memory, *, writable: bool) -> AbstractContextManager[View]:
-        return host.opened(memory, writable=writable)
+        return map_host_memory(memory, writable=writable)
 
     def init(self, rank: int, world: int, rendezvous: Rendezvous, timeout_s: float) -> None:
         self._aborted = False
@@ -181,7 +180,7 @@ class NcclCommunicator:
         self._aborted = False
 
     def open(self, memory: Memory, *, writable: bool) -> AbstractContextManager[View]:
-        return device.opened(memory)
+        return device.open_device_memory(memory)
 
     def init(self, rank: int, world: int, rendezvous: Rendezvous, timeout_s: float) -> None:
         self._aborted = False

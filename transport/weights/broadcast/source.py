@@ -10,14 +10,13 @@ from pathlib import Path
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import Corrupt, Refused
 from relax_rt.transport.weights import device
-from relax_rt.transport.weights import memory as host
 from relax_rt.transport.weights.broadcast.group import BroadcastGroup
 from relax_rt.transport.weights.broadcast.protocol import BroadcastOutcome
 from relax_rt.transport.weights.broadcast.rank import digest_of
 from relax_rt.transport.weights.broadcast.receivers import BroadcastReceiver
 from relax_rt.transport.weights.device import DeviceBuffer
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Manifest, Sent, bucket_digest, bucket_slices
-from relax_rt.transport.weights.memory import HostMemory, Memory
+from relax_rt.transport.weights.memory import HostMemory, Memory, allocate_host_memory, map_host_memory
 from relax_rt.transport.weights.payloads import decode_wire
 from relax_rt.transport.weights.stage import copy_verified, keep_file, pinned, verify, wire_file
 
@@ -36,7 +35,7 @@ def host_send_buffer(folder: Path, manifest: Manifest) -> Iterator[tuple[Memory,
         narrow = HostMemory(str(path), manifest.wire_bytes)
         # Ranks open it by its name, later.
         with keep_file(path):
-            with host.opened(narrow, writable=False) as view:
+            with map_host_memory(narrow, writable=False) as view:
                 digest = digest_of(view, BUCKET_BYTES)
             yield narrow, digest
 
@@ -52,7 +51,7 @@ class DeviceSendBuffer:
         """Raises Gone, DeviceFailed."""
         if self._buffer is None or self._buffer.nbytes != manifest.sent_bytes:
             self._buffer = DeviceBuffer(manifest.sent_bytes)
-        with host_send_buffer(folder, manifest) as (memory, _), host.opened(memory, writable=False) as view:
+        with host_send_buffer(folder, manifest) as (memory, _), map_host_memory(memory, writable=False) as view:
             device.copy_from_host(self._buffer.view, view.data)
         yield self._buffer.export(), digest_of(self._buffer.view, BUCKET_BYTES)
 
@@ -83,10 +82,10 @@ class HostReceiveBuffer:
     """Shared memory to receive into. Implements ReceiveBuffer."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
-        self.memory: Memory = host.allocate(path, nbytes)
+        self.memory: Memory = allocate_host_memory(path, nbytes)
 
     def copy_into(self, manifest: Manifest, into: memoryview) -> None:
-        with host.opened(self.memory, writable=False) as view:
+        with map_host_memory(self.memory, writable=False) as view:
             if manifest.wire_bytes:
                 widen(manifest, view.data, into)
             else:

@@ -128,11 +128,6 @@ class SglangEngine:
         self._on_failure: OnFailure
 
     @property
-    def server_pid(self) -> int:
-        """Process id of the guard over the server; 0 when there is none."""
-        return self._server.pid
-
-    @property
     def weights_folder(self) -> Path:
         """Folder of the private copy that the server loads."""
         return self._loader.copy.folder

@@ -203,7 +203,7 @@ def compare(expected: Mapping[str, str], reported: Mapping[str, str], version: i
         raise Corrupt(
             f"policy version {version} on the SGLang server",
             why=f"{len(wrong)} of {len(expected)} tensors are not what was published, {wrong[0]} the first of them",
-            hint="the server said that it had loaded them; it is given up",
+            hint="the server reported them as loaded; it is restarted",
         )
 
 

@@ -488,7 +488,7 @@ def test_an_address_at_which_nothing_can_listen_is_refused_at_its_key(write: Cal
             ("192.0.2.1:7000", f"nothing can listen on 192.0.2.1:7000: {os.strerror(errno.EADDRNOTAVAIL)}"),
             (used, f"nothing can listen on {used}: {os.strerror(errno.EADDRINUSE)}"),
             ("nowhere", "no host and port"),
-            ("0.0.0.0:7000", "one address that these reach"),
+            ("0.0.0.0:7000", "one that these reach"),
         ):
             path = write(f'{MINIMAL}[supervision.nodes]\nlisten = "{listen}"\n')
             found = one(path)

@@ -19,7 +19,7 @@ from relax_rt.config.problems import ConfigErrors, Problem
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.evaluation import sets as evaluation_sets
-from relax_rt.roles.evaluation.judge import MAX_STUCK, JudgedCompletion, SetJudge
+from relax_rt.roles.evaluation.judge import MAX_HUNG_BATCHES, JudgedCompletion, SetJudge
 from relax_rt.roles.evaluation.sets import MAIN, EvaluationSchedule, VersionLineage, load_set, schedules, set_specs
 from relax_rt.roles.evaluation.settings import EvaluationSet
 from relax_rt.roles.models.tokenizer import load_tokenizer
@@ -365,4 +365,4 @@ async def test_a_judge_that_hangs_is_not_called_for_ever(folder: Path, items: li
         verdict = await one.judge(items[:1], texts, lambda: None)
     await one.close()
     assert verdict.failed == 200 and verdict.reward is None and not any(verdict.right)
-    assert one._stuck == MAX_STUCK, time.monotonic() - began
+    assert one._hung_batches == MAX_HUNG_BATCHES, time.monotonic() - began

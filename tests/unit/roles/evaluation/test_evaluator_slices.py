@@ -20,7 +20,7 @@ class Engine:
     """Takes no more than so many sequences at a time, and completes a few in each turn of the loop, newest first."""
 
     def __init__(self, limit: int) -> None:
-        self.asker: HeldOutSampler
+        self.sampler: HeldOutSampler
         self.limit, self.tokens, self.most = limit, 0, 0
         self.held: list[tuple[int, int]] = []
 
@@ -38,7 +38,7 @@ class Engine:
         self.tokens += len(some)
         if self.held:
             asyncio.get_running_loop().call_soon(self.turn)
-        self.asker.arrive([Chunk(one, member, 0, [one, member], [-1.0, -1.0], [], "stop") for one, member in some])
+        self.sampler.on_chunks([Chunk(one, member, 0, [one, member], [-1.0, -1.0], [], "stop") for one, member in some])
 
     def load(self) -> Any:
         return SimpleNamespace(tokens_generated=self.tokens)
@@ -71,14 +71,14 @@ def requests(count: int, samples: int, together: int) -> list[GroupRequest]:
 async def test_completions_are_submitted_as_there_is_room(
     count: int, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluation_sampling, "AT_A_TIME", 8)
+    monkeypatch.setattr(evaluation_sampling, "MAX_SEQUENCES", 8)
     monkeypatch.setattr(evaluation_sampling, "PROGRESS_EVERY_S", 60.0)
     engine, told = Engine(8), []
-    asker = engine.asker = HeldOutSampler(cast(Any, engine), told.append)
+    sampler = engine.sampler = HeldOutSampler(cast(Any, engine), told.append)
     asked = requests(count, samples, together=5)
     async with asyncio.timeout(120):
         for _ in range(2):
-            done = await asker.complete(asked)
+            done = await sampler.complete(asked)
             assert [(c.request, c.member) for c in done] == [(r.id, m) for r in asked for m in range(len(r.seeds))]
             assert all(c.tokens == [c.request, c.member] for c in done)
     assert 0 < engine.most <= 8 and sum(told) == engine.tokens == 2 * count * samples

@@ -1,15 +1,19 @@
-"""A gateway over a scripted engine, on a real socket: for tests that speak to it with the real client packages."""
+"""A gateway over a scripted engine, on a real socket, and what tests with the real client packages share."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
+import re
 import socket
 import struct
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
 
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
@@ -187,6 +191,39 @@ async def running(
             server.should_exit = True
             await serving
             listening.close()
+
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "adds",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+
+
+RESPONSES_TOOL: Any = {"type": "function", **TOOL["function"], "strict": False}
+
+
+def echo(prompt: str, wanted: GenerationRequest) -> str:
+    return "You said " + prompt.removesuffix("<|assistant|>").removesuffix("<|end|>").rpartition("|>")[2] + "."
+
+
+def calculator(prompt: str, wanted: GenerationRequest) -> str:
+    """Calls the tool, and says its result."""
+    result = re.search(r"<\|user\|>result (\d+)<\|end\|><\|assistant\|>$", prompt)
+    if result:
+        return f"It is {result[1]}."
+    return 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+
+
+def client(running: Running, key: str = TOKEN, **options: Any) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=60.0, **options)
+
+
+def ask(text: str) -> Any:
+    return [{"role": "user", "content": text}]
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic import AsyncAnthropic
-from gateway_world import TOKEN, Running, running, tokenizer
-from test_gateway_openai import calculator, echo
+from gateway_world import TOKEN, Running, calculator, echo, running, tokenizer
 
 from relax_rt.roles.rollout.router.core import GenerationRequest
 
@@ -23,7 +22,7 @@ def client(running: Running, key: str = TOKEN) -> AsyncAnthropic:
     return AsyncAnthropic(base_url=running.url, api_key=key, max_retries=0, timeout=60.0)
 
 
-async def test_a_tool_is_called_and_its_result_is_gone_on_with() -> None:
+async def test_a_tool_result_continues_the_conversation() -> None:
     async with running(calculator) as world, client(world, world.episode()) as api:
         messages: Any = [{"role": "user", "content": "2 and 3?"}]
         first = await api.messages.create(
@@ -45,7 +44,7 @@ async def test_a_tool_is_called_and_its_result_is_gone_on_with() -> None:
         assert (episode.counts.continuation, episode.counts.drift) == (1, 0)
 
 
-async def test_a_tool_that_failed_is_said_to_have() -> None:
+async def test_a_failed_tool_result_is_marked_as_an_error() -> None:
     async with running(calculator) as world, client(world, world.episode()) as api:
         messages: Any = [{"role": "user", "content": "2 and 3?"}]
         for failed in (True, False):
@@ -72,7 +71,7 @@ async def test_a_call_without_the_choice_of_tools_is_in_the_same_conversation() 
         assert (episode.counts.first, episode.counts.continuation, episode.counts.drift) == (1, 1, 0)
 
 
-async def test_tokens_are_counted_without_an_answer() -> None:
+async def test_count_tokens_generates_no_answer() -> None:
     async with running(calculator) as world, client(world, world.episode(calls=1)) as api:
         request: Any = {"model": "policy", "messages": [{"role": "user", "content": "2 and 3?"}], "system": "Add."}
         bare = await api.messages.count_tokens(**request)
@@ -90,7 +89,7 @@ async def test_tokens_are_counted_without_an_answer() -> None:
                 await api.messages.count_tokens(**request)
 
 
-async def test_a_stream_adds_up_to_the_same_message() -> None:
+async def test_a_stream_accumulates_to_the_same_message() -> None:
     async with running(calculator) as world, client(world) as api:
         async with api.messages.stream(
             model="policy", max_tokens=150, messages=[{"role": "user", "content": "2 and 3?"}], tools=[TOOL]
@@ -102,7 +101,7 @@ async def test_a_stream_adds_up_to_the_same_message() -> None:
         assert final.usage.output_tokens == len(world.engine.made[0].tokens)
 
 
-async def test_thoughts_come_before_what_is_said_also_in_a_stream() -> None:
+async def test_reasoning_precedes_text_also_in_a_stream() -> None:
     def thinks(prompt: str, wanted: GenerationRequest) -> str:
         return "<think>hm, hm</think>I know." + " Yes." * 10
 
@@ -117,7 +116,7 @@ async def test_thoughts_come_before_what_is_said_also_in_a_stream() -> None:
         assert final.content[1].type == "text" and final.content[1].text == "I know." + " Yes." * 10
 
 
-async def test_a_stop_sequence_is_told() -> None:
+async def test_a_stop_sequence_is_reported() -> None:
     async with running(lambda p, w: "one two STOP three") as world, client(world) as api:
         answer = await api.messages.create(
             model="policy",
@@ -130,7 +129,7 @@ async def test_a_stop_sequence_is_told() -> None:
 
 
 @pytest.mark.parametrize(("breaks", "why"), [(False, "the engine is gone"), (True, "the gateway failed")])
-async def test_an_error_in_mid_stream_is_told(breaks: bool, why: str) -> None:
+async def test_an_error_in_mid_stream_is_reported(breaks: bool, why: str) -> None:
     async with running(lambda p, w: "word " * 20) as world, client(world) as api:
         world.engine.breaks, world.engine.fails = breaks, not breaks
         world.engine.gate.clear()

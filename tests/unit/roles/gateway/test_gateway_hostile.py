@@ -1,4 +1,4 @@
-"""Callers who mean harm, or whose programs do: each gets a clear error in bounded memory, and others are served."""
+"""Hostile clients: each gets a clear error in bounded memory, and others are served."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_world import TOKEN, Running, running, until
-from test_gateway_openai import ask, client, echo
+from gateway_world import TOKEN, Running, ask, client, echo, running, until
 
 from relax_rt.roles.gateway.app import HttpLimits
 from relax_rt.roles.rollout.router.admission import AdmissionLimits, FleetLoad
@@ -72,7 +71,7 @@ async def still_serves(world: Running) -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_a_body_of_100_mb_is_refused_while_it_comes(chunked: bool) -> None:
+async def test_a_body_of_100_mb_is_refused_while_it_arrives(chunked: bool) -> None:
     chunk = b"x" * (1 << 20)
     async with running(echo, bounds=HttpLimits(body_bytes=1 << 20)) as world:
         tracemalloc.start()
@@ -95,7 +94,7 @@ async def test_a_body_of_100_mb_is_refused_while_it_comes(chunked: bool) -> None
         await still_serves(world)
 
 
-async def test_the_client_package_hears_of_it_too() -> None:
+async def test_the_client_package_gets_the_refusal() -> None:
     async with running(echo, bounds=HttpLimits(body_bytes=1 << 16)) as world, client(world) as api:
         with pytest.raises(openai.APIStatusError, match="the bound is 65536") as caught:
             await api.chat.completions.create(model="policy", messages=ask("x" * (8 << 20)))
@@ -119,7 +118,7 @@ ODD_BODIES = [
 ]
 
 
-async def test_what_is_no_request_is_a_400_that_says_where() -> None:
+async def test_an_invalid_request_is_a_400_that_names_the_field() -> None:
     async with running(echo) as world:
         raw = await Raw.to(world)
         for body, said in ODD_BODIES:
@@ -146,7 +145,7 @@ async def test_without_a_key_nothing_is_read() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [100, 12 << 20])
-async def test_an_image_bomb_is_not_opened(nbytes: int) -> None:
+async def test_an_image_bomb_is_not_decoded(nbytes: int) -> None:
     data = "A" * nbytes
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     async with running(echo, bounds=HttpLimits(body_bytes=32 << 20)) as world, client(world) as api:
@@ -158,7 +157,7 @@ async def test_an_image_bomb_is_not_opened(nbytes: int) -> None:
         await still_serves(world)
 
 
-async def test_a_head_that_comes_slowly_or_never_loses_its_connection() -> None:
+async def test_a_slow_or_missing_head_closes_the_connection() -> None:
     async with running(echo, head_s=1.0) as world:
         silent, slow = await Raw.to(world), await Raw.to(world)
         await slow.send(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n".encode())
@@ -180,7 +179,7 @@ async def test_a_head_that_comes_slowly_or_never_loses_its_connection() -> None:
         await still_serves(world)
 
 
-async def test_a_body_that_comes_slowly_is_not_waited_for() -> None:
+async def test_a_slow_body_times_out() -> None:
     async with running(echo, bounds=HttpLimits(body_s=1.0)) as world:
         raw = await Raw.to(world)
         await raw.send(head(1000) + b'{"model"')
@@ -191,7 +190,7 @@ async def test_a_body_that_comes_slowly_is_not_waited_for() -> None:
         await still_serves(world)
 
 
-async def test_a_head_without_end_and_what_is_no_http() -> None:
+async def test_an_endless_head_and_invalid_http_are_refused() -> None:
     async with running(echo) as world:
         endless, odd = await Raw.to(world), await Raw.to(world)
         await endless.send(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nX: ".encode() + b"y" * (1 << 17))
@@ -203,7 +202,7 @@ async def test_a_head_without_end_and_what_is_no_http() -> None:
         await still_serves(world)
 
 
-async def test_too_many_connections_are_turned_away_and_those_at_rest_make_room() -> None:
+async def test_surplus_connections_are_rejected_and_idle_ones_closed() -> None:
     async with running(echo, connections=4) as world:
         open_ = [await Raw.to(world) for _ in range(4)]
         await asyncio.sleep(0.05)
@@ -219,7 +218,7 @@ async def test_too_many_connections_are_turned_away_and_those_at_rest_make_room(
             one.close()
 
 
-async def test_requests_at_hand_are_bounded_together() -> None:
+async def test_requests_in_progress_share_one_memory_budget() -> None:
     async with running(echo, bounds=HttpLimits(held_bytes=3000)) as world:
         first = await Raw.to(world)
         await first.send(head(4000) + b" " * 2000)
@@ -234,7 +233,7 @@ async def test_requests_at_hand_are_bounded_together() -> None:
         await still_serves(world)
 
 
-async def test_who_does_not_read_his_answer_loses_it() -> None:
+async def test_a_client_that_does_not_read_loses_its_answer() -> None:
     async with running(lambda p, w: "x" * 190, send_s=1.0) as world:
         host, port = world.url.removeprefix("http://").split(":")
         deaf = socket.socket()
@@ -258,7 +257,7 @@ async def test_who_does_not_read_his_answer_loses_it() -> None:
         await still_serves(world)
 
 
-async def test_what_is_too_much_waits_and_the_rest_is_told_when_to_come_again() -> None:
+async def test_surplus_calls_wait_and_the_rest_get_retry_after() -> None:
     limits = AdmissionLimits(first=1, most=1, waiting=1)
     async with running(echo, limits=limits, load=lambda: FleetLoad(0, 0, 0.5)) as world, client(world) as api:
         world.engine.gate.clear()
@@ -277,7 +276,7 @@ async def test_what_is_too_much_waits_and_the_rest_is_told_when_to_come_again() 
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_call_that_is_shed_begins_anew_unseen(n: int) -> None:
+async def test_a_preempted_call_restarts_unseen(n: int) -> None:
     load = [FleetLoad(0, 0, 0.5)]
     limits = AdmissionLimits(first=2 * n, most=2 * n, every_s=0.01)
     async with running(echo, limits=limits, load=lambda: load[0]) as world, client(world, world.episode()) as api:
@@ -297,7 +296,7 @@ async def test_a_call_that_is_shed_begins_anew_unseen(n: int) -> None:
         assert trained == sum(len(made.tokens) for made in world.engine.made)
 
 
-async def test_paths_and_methods_that_are_not_there() -> None:
+async def test_unknown_paths_and_methods_are_refused() -> None:
     async with running(echo) as world:
         for line in ("GET /v1/chat/completions", "POST /v1/embeddings", "GET /", "DELETE /v1/models"):
             raw = await Raw.to(world)

@@ -1,4 +1,4 @@
-"""Images through the gateway, by the real clients: to a model that sees, and within bounds."""
+"""Images through the gateway, by the real clients: to a vision-language model, and within bounds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from gateway_world import TOKEN, Running, running
-from test_gateway_openai import ask, client
+from gateway_world import TOKEN, Running, ask, client, running
 from tiny_vision import PLACES, encoded_image, part
 
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
@@ -41,7 +40,7 @@ def seen(*numbers: int) -> Any:
     return [{"role": "user", "content": [{"type": "text", "text": "look"}, *(part(encoded_image(n)) for n in numbers)]}]
 
 
-async def test_what_a_client_shows_reaches_the_engine_and_is_kept_for_the_trainer(chat: ChatTemplate) -> None:
+async def test_images_of_a_client_reach_the_engine_and_the_trainer(chat: ChatTemplate) -> None:
     async with running(counts, chat=chat) as world, client(world, world.episode()) as api:
         first = await api.chat.completions.create(model="policy", messages=seen(1, 2))
         said = first.choices[0].message
@@ -110,7 +109,7 @@ AT = r"new image 1: an image"
     ],
     ids=["bomb", "nonsense", "url", "large", "many", "placeholder", "audio", "file"],
 )
-async def test_what_cannot_be_taken_is_told_and_the_gateway_goes_on(
+async def test_an_image_that_is_refused_leaves_the_gateway_serving(
     chat: ChatTemplate, content: Any, status: int, why: str
 ) -> None:
     async with running(counts, chat=chat, bounds=HttpLimits(body_bytes=32 << 20)) as world, client(world) as api:
@@ -121,7 +120,7 @@ async def test_what_cannot_be_taken_is_told_and_the_gateway_goes_on(
         await still_serves(world, api)
 
 
-async def test_images_are_the_users(chat: ChatTemplate) -> None:
+async def test_images_are_accepted_in_user_messages_only(chat: ChatTemplate) -> None:
     async with running(counts, chat=chat) as world, client(world) as api:
         for role in ("system", "assistant"):
             messages: Any = [{"role": role, "content": [part(encoded_image(1))]}, *ask("look")]

@@ -1,4 +1,4 @@
-"""Large requests: others are served while one is read, and what can have no answer is refused before work is done."""
+"""Large requests: others are served meanwhile, and requests that cannot be answered are refused early."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from gateway_world import TOKEN, Running, running, tokenizer
+from gateway_world import TOKEN, TOOL, Running, ask, client, echo, running, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from test_gateway_hostile import CHAT, still_serves
-from test_gateway_openai import TOOL, ask, client, echo
 
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.tokens.types import Message, Tool
@@ -48,7 +47,7 @@ LONG_CALLS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", LONG_CALLS)
-async def test_what_is_long_in_any_part_is_rendered_in_a_thread(what: str) -> None:
+async def test_a_request_long_in_any_part_is_rendered_in_a_thread(what: str) -> None:
     chat = Watched()
     terms = AnswerPolicy(models=("policy",), new_tokens=20, context=100_000)
     async with running(echo, chat=chat, terms=terms) as world, client(world) as api:
@@ -60,7 +59,7 @@ async def test_what_is_long_in_any_part_is_rendered_in_a_thread(what: str) -> No
         assert chat.threads and threading.main_thread() not in chat.threads
 
 
-async def test_a_long_conversation_that_is_gone_on_with_by_its_id_is_rendered_in_a_thread() -> None:
+async def test_a_long_conversation_continued_by_id_is_rendered_in_a_thread() -> None:
     chat = Watched()
     terms = AnswerPolicy(models=("policy",), new_tokens=20, context=100_000)
     async with running(lambda p, w: "yes", chat=chat, terms=terms) as world, client(world, world.episode()) as api:
@@ -71,7 +70,7 @@ async def test_a_long_conversation_that_is_gone_on_with_by_its_id_is_rendered_in
 
 
 @pytest.mark.parametrize("kind", ["chat", "completions", "episode"])
-async def test_a_text_far_beyond_the_room_is_not_even_rendered(kind: str) -> None:
+async def test_a_text_far_beyond_the_room_is_not_rendered(kind: str) -> None:
     chat = Watched()
     text = "x" * (64 * 4096 + 1)
     async with running(echo, chat=chat) as world:
@@ -143,5 +142,5 @@ def test_values_are_counted_outside_of_texts(value: Any) -> None:
 
 
 @pytest.mark.parametrize("body", [b'"' + b'\\"' * 500_000, b'"' * 999_999, b"\\" * 999_999, b'["\\'])
-def test_counting_reads_odd_texts_once(body: bytes) -> None:
+def test_counting_values_scans_unterminated_texts_once(body: bytes) -> None:
     assert parsed_bytes(b"," * len(body) + body) == len(body) * VALUE_BYTES + (VALUE_BYTES if body[:1] == b"[" else 0)

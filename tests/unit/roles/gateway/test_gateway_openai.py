@@ -4,49 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import openai
 import pytest
-from gateway_world import TEMPLATE, TOKEN, Running, running, tokenizer, until
-from openai import AsyncOpenAI
+from gateway_world import (
+    RESPONSES_TOOL,
+    TEMPLATE,
+    TOKEN,
+    TOOL,
+    ask,
+    calculator,
+    client,
+    echo,
+    running,
+    tokenizer,
+    until,
+)
 
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.gateway.service import AnswerPolicy
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.router.core import GenerationRequest
-
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "adds",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-    },
-}
-RESPONSES_TOOL: Any = {"type": "function", **TOOL["function"], "strict": False}
-
-
-def echo(prompt: str, wanted: GenerationRequest) -> str:
-    return "You said " + prompt.removesuffix("<|assistant|>").removesuffix("<|end|>").rpartition("|>")[2] + "."
-
-
-def calculator(prompt: str, wanted: GenerationRequest) -> str:
-    """Calls the tool, and says its result."""
-    result = re.search(r"<\|user\|>result (\d+)<\|end\|><\|assistant\|>$", prompt)
-    if result:
-        return f"It is {result[1]}."
-    return 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
-
-
-def client(running: Running, key: str = TOKEN, **options: Any) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=60.0, **options)
-
-
-def ask(text: str) -> Any:
-    return [{"role": "user", "content": text}]
 
 
 async def test_a_chat_completion_is_what_was_sampled_and_the_ledger_has_it() -> None:
@@ -82,7 +62,7 @@ AS_TEXT = "{{ '<call>' + c.function.name + '\\n```json\\n' + c.function.argument
         TEMPLATE.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]").replace(AS_JSON, AS_TEXT),
     ],
 )
-async def test_turns_go_on_behind_the_sampled_tokens_also_after_a_tool(source: str) -> None:
+async def test_turns_continue_after_the_sampled_tokens_also_after_a_tool(source: str) -> None:
     chat = ChatTemplate(tokenizer(), template=source, tool_parser="hermes", reasoning_parser="think")
     async with running(calculator, chat=chat) as world, client(world, world.episode()) as api:
         messages = ask("2 and 3?")
@@ -105,7 +85,7 @@ async def test_turns_go_on_behind_the_sampled_tokens_also_after_a_tool(source: s
         assert second.usage.prompt_tokens_details.cached_tokens == len(world.engine.made[0].tokens)
 
 
-async def test_a_stream_has_the_same_words_and_its_usage_at_the_end() -> None:
+async def test_a_stream_has_the_same_text_and_usage_at_the_end() -> None:
     long = "word " * 30 + "end"
     async with running(lambda p, w: long) as world, client(world) as api:
         stream = await api.chat.completions.create(
@@ -194,7 +174,7 @@ async def test_a_call_without_the_choice_of_tools_is_in_the_same_conversation(ap
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_string_cuts_at_a_token_and_the_turn_is_known_again(stream: bool) -> None:
+async def test_a_stop_string_cuts_at_a_token_and_the_turn_is_recognised(stream: bool) -> None:
     async with (
         running(lambda p, w: "one. STOP two. three. four. five." * 3) as world,
         client(world, world.episode()) as api,
@@ -228,7 +208,7 @@ async def test_an_answer_is_cut_at_its_length() -> None:
             await api.chat.completions.create(model="policy", messages=ask("x" * 5000))
 
 
-async def test_completions_go_on_with_text_and_with_tokens() -> None:
+async def test_completions_continue_text_and_tokens() -> None:
     async with running(lambda p, w: f"[{p}]") as world, client(world) as api:
         answer = await api.completions.create(model="policy", prompt=["ab", "cd"], max_tokens=50, n=2, echo=True)
         assert [choice.text for choice in answer.choices] == ["ab[ab]", "ab[ab]", "cd[cd]", "cd[cd]"]
@@ -262,7 +242,7 @@ async def test_a_completion_that_is_cut_inside_a_character_has_the_text_before_i
         assert parts[-1].choices[0].finish_reason == "length"
 
 
-async def test_responses_go_on_from_one_another() -> None:
+async def test_responses_continue_from_previous_ones() -> None:
     async with running(calculator) as world, client(world) as api:
         first = await api.responses.create(model="policy", input="2 and 3?", tools=[RESPONSES_TOOL])
         assert first.status == "completed" and first.output_text == "Let me see."
@@ -295,7 +275,7 @@ async def test_responses_as_items_and_as_a_stream() -> None:
         assert (episode.counts.continuation, episode.counts.drift) == (1, 0)
 
 
-async def test_tokens_of_thoughts_are_counted() -> None:
+async def test_reasoning_tokens_are_counted() -> None:
     said = "<think>hm, hm</think>I know."
     count = len(tokenizer().encode("<think>hm, hm"))
     async with running(lambda p, w: said) as world, client(world) as api:
@@ -345,7 +325,7 @@ REFUSED: list[tuple[str, Any]] = [
 ]
 
 
-async def test_what_cannot_be_done_is_refused_by_its_name() -> None:
+async def test_unsupported_options_are_refused_by_name() -> None:
     async with running(echo) as world, client(world, world.episode()) as api:
         for field, value in REFUSED:
             request: Any = {"model": "policy", "messages": ask("x"), "logprobs": True, "tools": [TOOL], field: value}
@@ -356,7 +336,7 @@ async def test_what_cannot_be_done_is_refused_by_its_name() -> None:
         assert not world.engine.orders
 
 
-async def test_what_cannot_be_done_is_left_out_where_that_is_set_and_said() -> None:
+async def test_unsupported_options_are_ignored_and_named_if_set() -> None:
     terms = AnswerPolicy(models=("*",), new_tokens=50, context=512, unsupported="ignore", other_temperature="override")
     async with running(echo, terms=terms) as world, client(world, world.episode()) as api:
         raw = await api.chat.completions.with_raw_response.create(
@@ -369,7 +349,7 @@ async def test_what_cannot_be_done_is_left_out_where_that_is_set_and_said() -> N
         assert world.engine.orders[1].temperature == 0.2, "what is not trained on has the temperature it asks for"
 
 
-async def test_log_probabilities_of_others_are_left_out_where_that_is_set() -> None:
+async def test_top_logprobs_are_ignored_if_set() -> None:
     terms = AnswerPolicy(models=("policy",), new_tokens=50, context=512, unsupported="ignore")
     async with running(echo, terms=terms) as world, client(world) as api:
         chat = await api.chat.completions.with_raw_response.create(
@@ -395,7 +375,7 @@ async def test_log_probabilities_of_others_are_left_out_where_that_is_set() -> N
         assert "x-relax-ignored" not in plain.headers and plain.parse().choices[0].logprobs is not None
 
 
-async def test_tools_that_the_template_does_not_show_are_said_to_be_ignored() -> None:
+async def test_tools_missing_from_the_template_are_reported_as_ignored() -> None:
     told: list[str] = []
     blind = TEMPLATE[TEMPLATE.index("{% for m in messages %}") :]
     chat = ChatTemplate(tokenizer(), template=blind, tool_parser="hermes", reasoning_parser="think", unseen=told.append)
@@ -413,7 +393,7 @@ async def test_tools_that_the_template_does_not_show_are_said_to_be_ignored() ->
         assert "x-relax-ignored" not in raw.headers and "tools: add" in tokenizer().spell(world.engine.orders[0].prompt)
 
 
-async def test_keys_are_those_of_their_session_and_models_are_known_by_name() -> None:
+async def test_keys_belong_to_their_session_and_models_are_checked() -> None:
     async with running(echo) as world:
         key = world.episode()
         for wrong in ("", "x", TOKEN[:-1] + "x", key[:-1] + ("0" if key[-1] != "0" else "1"), "rls-!!.x", "x" * 10_000):
@@ -452,7 +432,7 @@ async def test_a_session_may_be_named_in_a_header_and_its_bounds_hold() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_caller_who_leaves_ends_his_sequence_and_nothing_of_it_is_trained(stream: bool) -> None:
+async def test_a_disconnect_ends_the_sequence_and_nothing_is_trained(stream: bool) -> None:
     async with running(lambda p, w: "x" * 100) as world, client(world, world.episode()) as api:
         world.engine.gate.clear()
 
@@ -473,7 +453,7 @@ async def test_a_caller_who_leaves_ends_his_sequence_and_nothing_of_it_is_traine
         assert not episode.branches and episode.counts.abandoned == 1
 
 
-async def test_a_stream_that_cannot_be_gone_on_with_says_so_and_is_not_trained_on() -> None:
+async def test_a_stream_that_fails_reports_it_and_is_not_trained() -> None:
     async with running(lambda p, w: "word " * 20) as world, client(world, world.episode()) as api:
         world.engine.fails = True
         world.engine.gate.clear()
@@ -492,7 +472,7 @@ async def test_a_stream_that_cannot_be_gone_on_with_says_so_and_is_not_trained_o
 
 
 @pytest.mark.parametrize("api_of", ["chat", "completions"])
-async def test_an_error_in_mid_stream_that_nobody_has_foreseen_is_no_end(api_of: str) -> None:
+async def test_an_unexpected_error_in_mid_stream_is_reported(api_of: str) -> None:
     texts: list[str] = []
     request: Any = {"model": "policy", "stream": True}
     async with running(lambda p, w: "word " * 20) as world, client(world) as api:
@@ -514,7 +494,7 @@ async def test_an_error_in_mid_stream_that_nobody_has_foreseen_is_no_end(api_of:
         assert "".join(texts) == "word wor"
 
 
-async def test_a_stream_of_responses_has_it_as_its_last_event() -> None:
+async def test_a_responses_stream_ends_with_the_error_event() -> None:
     async with running(lambda p, w: "word " * 20) as world, client(world) as api:
         world.engine.breaks = True
         world.engine.gate.clear()
@@ -526,7 +506,7 @@ async def test_a_stream_of_responses_has_it_as_its_last_event() -> None:
     assert events[-1].message == "the gateway failed; its log has more" and events[-1].code == "internal_error"
 
 
-async def test_the_end_of_a_session_ends_its_calls_and_says_so() -> None:
+async def test_the_end_of_a_session_cancels_its_calls_with_an_error() -> None:
     async with running(echo) as world, client(world, world.episode()) as api:
         world.engine.gate.clear()
         task = asyncio.create_task(api.chat.completions.create(model="policy", messages=ask("x")))

@@ -37,7 +37,7 @@ SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
 
 @given(TEXT, SIZES)
-def test_text_is_whole_however_the_tokens_come(text: str, sizes: list[int]) -> None:
+def test_text_is_complete_however_tokens_are_split(text: str, sizes: list[int]) -> None:
     reader, shown = AnswerReader(spell, (), {END}), ""
     for piece in cut([*text.encode(), END], sizes):
         assert reader.take(piece, [0.0] * len(piece)) == len(piece)
@@ -60,7 +60,7 @@ def test_a_text_that_is_cut_inside_a_character_has_all_before_it(text: str, size
     assert shown + reader.show() == reader.text.rstrip()
 
 
-def test_a_decoder_that_takes_a_character_back_changes_nothing_that_was_read() -> None:
+def test_a_decoder_that_retracts_a_character_changes_nothing_read() -> None:
     def together(tokens: Sequence[int]) -> str:
         """As tokenizers with a fall-back to bytes have it: bytes that are no text together are none of them."""
         try:
@@ -75,7 +75,7 @@ def test_a_decoder_that_takes_a_character_back_changes_nothing_that_was_read() -
 
 
 @given(st.text("ab", max_size=40), st.integers(0, 40), st.integers(1, 7))
-def test_a_place_in_a_text_is_found_in_its_tokens(text: str, end: int, piece: int) -> None:
+def test_a_text_position_is_found_in_its_tokens(text: str, end: int, piece: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(reading, "PIECE", piece)
         count = reading.tokens_before(list(text.encode()), end, spell)
@@ -107,7 +107,7 @@ def test_a_stop_string_ends_it_at_the_token_that_completes_it(text: str, sizes: 
 @given(
     st.text("ab<", max_size=10), st.sampled_from(["<think>", "<tool_call>", "<|python_tag|>", "[TOOL_CALLS]"]), SIZES
 )
-def test_what_follows_a_mark_is_not_shown(text: str, mark: str, sizes: list[int]) -> None:
+def test_text_behind_a_marker_is_not_shown(text: str, mark: str, sizes: list[int]) -> None:
     reader, shown = AnswerReader(spell, (), {END}), ""
     for piece in cut((text + mark + "hidden").encode(), sizes):
         reader.take(piece, [0.0] * len(piece))
@@ -116,7 +116,7 @@ def test_what_follows_a_mark_is_not_shown(text: str, mark: str, sizes: list[int]
     assert "hidden" not in shown and mark not in shown and reader.text == text + mark + "hidden"
 
 
-def test_json_may_be_a_call_where_tools_were_offered() -> None:
+def test_json_may_be_a_tool_call_if_tools_were_offered() -> None:
     for calls, shown in ((True, ""), (False, '{"name"')):
         reader = AnswerReader(spell, (), {END}, calls=calls)
         reader.take(list(b'{"name"'), [0.0] * 7)
@@ -124,7 +124,7 @@ def test_json_may_be_a_call_where_tools_were_offered() -> None:
 
 
 @given(st.text(max_size=30))
-def test_a_key_is_known_by_its_token_alone(name: str) -> None:
+def test_a_key_is_checked_by_its_token_alone(name: str) -> None:
     keys, others = Keys("t" * 40), Keys("u" * 40)
     if name:
         key = keys.of_session(name)
@@ -133,7 +133,7 @@ def test_a_key_is_known_by_its_token_alone(name: str) -> None:
     assert keys.check(name) is None and keys.check("t" * 40) == Caller()
 
 
-def test_the_token_is_made_once_and_is_its_users_alone(tmp_path: Path) -> None:
+def test_the_token_is_created_once_and_private_to_the_user(tmp_path: Path) -> None:
     token = run_token(tmp_path)
     assert run_token(tmp_path) == token and len(token) >= 32
     path = tmp_path / "gateway.token"
@@ -147,7 +147,7 @@ def test_the_token_is_made_once_and_is_its_users_alone(tmp_path: Path) -> None:
         run_token(tmp_path)
 
 
-def test_an_event_is_one_line_of_data_whatever_it_says() -> None:
+def test_an_event_is_one_line_of_data() -> None:
     sent = event({"text": "a\nb\r\n\n data: x"}, "name")
     assert sent.startswith(b"event: name\ndata: {") and sent.endswith(b"}\n\n") and sent.count(b"\n") == 3
 

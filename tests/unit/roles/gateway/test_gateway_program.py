@@ -1,4 +1,4 @@
-"""`examples/openai_agent`: the program as it is, in a process of its own, against a gateway over a scripted engine."""
+"""`examples/openai_agent` in a process of its own, against a gateway over a scripted engine."""
 
 from __future__ import annotations
 

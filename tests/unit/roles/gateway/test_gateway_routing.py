@@ -1,4 +1,4 @@
-"""Routing rows of episodes that come by the gateway: each position has one, that of the pass it was sampled from."""
+"""Routing rows of episodes through the gateway: each position has the row of the pass it was sampled from."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from gateway_world import ROW, TOKEN, Running, rows_of, running, until
-from test_gateway_openai import RESPONSES_TOOL, ask, client, echo
+from gateway_world import RESPONSES_TOOL, ROW, TOKEN, Running, ask, client, echo, rows_of, running, until
 from test_gateway_streams import after, part_by_httpx, script
 
 from relax_rt.roles.agentic.tokens.types import Branch
@@ -35,7 +34,7 @@ def check(branch: Branch, orders: list[int]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_each_answer_brings_the_rows_that_the_episode_lacks(stream: bool) -> None:
+async def test_each_answer_has_the_rows_that_the_episode_lacks(stream: bool) -> None:
     async with running(echo) as world, client(world, world.episode(routing=True)) as api:
         messages: list[Any] = []
         for words in ("hello", "go on", "and now?"):
@@ -63,7 +62,7 @@ async def test_what_a_stop_string_cuts_off_has_no_rows(stream: bool) -> None:
     check(branch, [1])
 
 
-async def test_answers_beside_each_other_have_their_own() -> None:
+async def test_parallel_answers_have_rows_of_their_own() -> None:
     async with running(echo) as world, client(world, world.episode(routing=True)) as api:
         both = (await api.chat.completions.create(model="policy", messages=ask("hello"), n=2)).choices
         messages = [*ask("hello"), {"role": "assistant", "content": both[1].message.content}, *ask("go on")]
@@ -75,7 +74,7 @@ async def test_answers_beside_each_other_have_their_own() -> None:
 
 
 @pytest.mark.parametrize("hold", [True, False])
-async def test_an_answer_that_was_left_has_the_rows_of_what_is_trained_of_it(hold: bool) -> None:
+async def test_an_abandoned_answer_has_the_rows_of_its_trained_part(hold: bool) -> None:
     async with running(script) as world, client(world, key := world.episode(routing=True)) as api:
         said = (await api.chat.completions.create(model="policy", messages=ask("first"))).choices[0].message.content
         begun = [*ask("first"), {"role": "assistant", "content": said}, *ask("go")]
@@ -89,7 +88,7 @@ async def test_an_answer_that_was_left_has_the_rows_of_what_is_trained_of_it(hol
     assert [turn.end - turn.start for turn in branch.turns if turn.response][1] == len("word wor")
 
 
-async def test_nobody_else_asks_for_rows() -> None:
+async def test_rows_are_not_requested_otherwise() -> None:
     async with running(echo) as world:
         async with client(world, world.episode()) as api:
             await api.chat.completions.create(model="policy", messages=ask("hello"))
@@ -101,7 +100,7 @@ async def test_nobody_else_asks_for_rows() -> None:
         assert closed(world).episode.branches[0].routing == b""
 
 
-async def test_a_session_whose_engines_tell_none_is_refused_by_name() -> None:
+async def test_a_session_that_needs_rows_is_refused_without_them() -> None:
     role = SimpleNamespace(config=SimpleNamespace(roles={"rollout": RolloutSettings()}))
     with pytest.raises(Refused, match=r"'mine' with routing rows: roles\.rollout\.routing is false"):
         await GatewayRole.open(cast(Any, role), "mine", SessionLimits(routing=True))

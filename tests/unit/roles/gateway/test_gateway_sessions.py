@@ -1,4 +1,4 @@
-"""Whose a session is, how long, and what is left of it: owners, leases, nonces, and the end of an episode."""
+"""Sessions: owners, leases, nonces, and the end of an episode."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_world import ledger, running, tokenizer, until
-from test_gateway_openai import RESPONSES_TOOL, TOOL, ask, client, echo
+from gateway_world import RESPONSES_TOOL, TOOL, ask, client, echo, ledger, running, tokenizer, until
 
 from relax_rt.roles.agentic import Task
 from relax_rt.roles.agentic.episode import PlayedEpisode
@@ -46,7 +45,7 @@ def sessions(clock: Callable[[], float], most: int = 8) -> Sessions:
     return Sessions(ledger, tokens=1000, most=most, idle_s=900.0, now=clock)
 
 
-def test_a_session_is_its_opener_s_and_a_newer_epoch_takes_all_that_the_older_ones_had() -> None:
+def test_a_newer_epoch_ends_the_sessions_of_older_ones() -> None:
     found = sessions(Clock())
     mine = found.open("1.0", NONE, "a", OLD)
     assert found.open("1.0", NONE, "a", OLD) is mine
@@ -71,7 +70,7 @@ def test_a_session_is_its_opener_s_and_a_newer_epoch_takes_all_that_the_older_on
     assert found.of_key("1.0", "d") is again and found.of_key("2.0", "c") is theirs
 
 
-def test_what_nobody_renews_lapses_but_not_because_the_gateway_itself_stood_still() -> None:
+def test_sessions_lapse_without_renewal_but_not_after_a_pause_of_the_gateway() -> None:
     clock = Clock()
     found = sessions(clock)
     session, free = found.open("1.0", NONE, "a", OLD), found.open("mine", NONE)
@@ -92,7 +91,7 @@ def test_what_nobody_renews_lapses_but_not_because_the_gateway_itself_stood_stil
     assert free.ended and not len(found)
 
 
-def test_an_episode_can_be_had_until_it_is_forgotten() -> None:
+def test_an_episode_can_be_fetched_until_it_is_forgotten() -> None:
     clock = Clock()
     found = sessions(clock, most=1)
     found.open("1.0", NONE, "a", OLD)
@@ -110,7 +109,7 @@ def test_an_episode_can_be_had_until_it_is_forgotten() -> None:
     assert not len(found), "it was never acknowledged"
 
 
-def test_a_key_is_of_one_opening() -> None:
+def test_a_key_is_valid_for_one_opening() -> None:
     keys = Keys("t" * 40)
     key = keys.of_session("1.0", "a-b_c")
     assert keys.check(key) == Caller("1.0", "a-b_c") and keys.of_session("1.0", "a") != key
@@ -120,7 +119,7 @@ def test_a_key_is_of_one_opening() -> None:
 # --- episodes over HTTP
 
 
-async def test_what_an_episode_was_refused_for_and_what_was_said_is_known_at_its_end() -> None:
+async def test_a_closed_session_has_its_answers_and_exhausted_limit() -> None:
     terms = AnswerPolicy(models=("policy",), new_tokens=200, context=120)
     async with running(echo, terms=terms) as world, client(world, world.episode(calls=2)) as api:
         with pytest.raises(openai.BadRequestError, match="the model takes 120"):
@@ -141,7 +140,7 @@ async def test_what_an_episode_was_refused_for_and_what_was_said_is_known_at_its
     assert closed.exhausted == "tokens" and len(closed.answers) == 1
 
 
-async def test_answers_are_in_the_order_of_calls_and_choices_whichever_was_made_first() -> None:
+async def test_answers_are_in_the_order_of_calls_and_choices() -> None:
     # The longer a text, the more pieces it takes.
     texts = ["x" * 90, "x" * 60, "x" * 30, "x", "y" * 90, "z"]
     async with (
@@ -169,9 +168,7 @@ async def test_answers_are_in_the_order_of_calls_and_choices_whichever_was_made_
 @pytest.mark.parametrize("drift", ["fork", "drop"])
 @pytest.mark.parametrize("strip", [False, True])
 @pytest.mark.parametrize("cut", [(1, 2), (1,), (2,), (2, 3)])
-async def test_an_answer_that_was_cut_is_known_again_where_it_was_said_and_nowhere_else(
-    cut: tuple[int, ...], strip: bool, drift: Any
-) -> None:
+async def test_a_cut_answer_is_recognised_in_its_place_only(cut: tuple[int, ...], strip: bool, drift: Any) -> None:
     """An agent that stops before what it observes, and does the same again."""
     said = [f"Action: look{chr(10) + 'Observation: made up' if turn in cut else ''}" for turn in (1, 2, 3)]
     async with running(lambda p, w: said[len(world.engine.orders) - 1]) as world, client(world, world.episode()) as api:
@@ -198,7 +195,7 @@ async def test_an_answer_that_was_cut_is_known_again_where_it_was_said_and_nowhe
 
 
 @pytest.mark.parametrize("drift", ["fork", "realign", "drop"])
-async def test_answers_that_a_change_of_history_drops_are_among_those_that_were_given(drift: Any) -> None:
+async def test_answers_dropped_by_changed_history_are_reported(drift: Any) -> None:
     said = iter("1234")
     async with running(lambda p, w: next(said)) as world, client(world, world.episode()) as api:
         world.sessions.find("episode-1", "")._ledger._drift = drift
@@ -223,7 +220,7 @@ async def test_answers_that_a_change_of_history_drops_are_among_those_that_were_
     assert credit == ([0.25, 0.5, 3.0] if drift == "fork" else [0.75, 3.0])
 
 
-async def test_the_runtime_s_own_trouble_is_known_until_a_call_is_answered() -> None:
+async def test_the_runtime_s_error_is_kept_until_a_call_is_answered() -> None:
     async with running(lambda p, w: "word " * 20) as world, client(world, world.episode()) as api:
         world.engine.fails = True
         with pytest.raises(openai.InternalServerError):
@@ -234,7 +231,7 @@ async def test_the_runtime_s_own_trouble_is_known_until_a_call_is_answered() -> 
         assert not world.sessions.close("episode-1").error
 
 
-async def test_a_session_says_how_it_is_sampled() -> None:
+async def test_a_session_limits_how_it_is_sampled() -> None:
     orders: list[GenerationRequest] = []
 
     def script(prompt: str, wanted: GenerationRequest) -> str:
@@ -258,7 +255,7 @@ async def test_a_session_says_how_it_is_sampled() -> None:
     assert seeds[0] == seeds[1] != seeds[2] and seeds[0][0] != seeds[0][1]
 
 
-async def test_an_answer_that_nobody_takes_is_not_trained_and_does_not_count() -> None:
+async def test_an_undelivered_answer_is_neither_trained_nor_counted() -> None:
     async with running(lambda p, w: "x" * 150, send_s=1.0) as world:
         key = world.episode(calls=1)
         session = world.sessions.find("episode-1", "")
@@ -279,7 +276,7 @@ async def test_an_answer_that_nobody_takes_is_not_trained_and_does_not_count() -
     assert len(closed.answers) == 1 and closed.episode.counts.abandoned == 1
 
 
-async def test_long_conversations_are_rendered_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_conversations_are_rendered_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "LONG_BYTES", 100)
     threads: list[bool] = []
     plan = service.Service._plan
@@ -311,7 +308,7 @@ async def test_long_conversations_are_rendered_beside_the_loop(monkeypatch: pyte
     assert trained == made
 
 
-async def test_instructions_are_their_call_s_alone() -> None:
+async def test_instructions_belong_to_their_call_alone() -> None:
     def prompt(text: str, wanted: GenerationRequest) -> str:
         return str(text.count("<|system|>"))
 
@@ -326,7 +323,7 @@ async def test_instructions_are_their_call_s_alone() -> None:
     assert "be brief" not in asked and "<|user|>a<|end|>" in asked and "<|user|>b<|end|>" in asked
 
 
-async def test_that_tools_be_called_one_at_a_time_cannot_be_promised() -> None:
+async def test_sequential_tool_calls_are_refused() -> None:
     async with running(echo) as world, client(world) as api:
         with pytest.raises(openai.BadRequestError, match="parallel_tool_calls"):
             await api.chat.completions.create(
@@ -378,7 +375,7 @@ class Ctx:
         return self.far
 
 
-async def test_a_lessee_hears_of_another_gateway_and_of_another_of_its_own_slot(
+async def test_a_client_notices_a_new_gateway_and_a_newer_epoch_of_its_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("RENEW_S", "RETRY_S"):

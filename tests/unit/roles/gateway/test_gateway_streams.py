@@ -1,4 +1,4 @@
-"""Callers who leave a stream in the middle: what they went on with is trained, once, and nothing else."""
+"""Clients that leave a stream in the middle: only what they continue from is trained, once."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def trained(closed: ClosedSession) -> list[str]:
 
 @LEAVE
 @pytest.mark.parametrize("hold", [True, False])
-async def test_an_answer_that_was_left_is_trained_as_far_as_the_episode_goes_on_with_it(leave: Any, hold: bool) -> None:
+async def test_an_abandoned_answer_is_trained_as_far_as_the_episode_continues_it(leave: Any, hold: bool) -> None:
     async with running(script) as world:
         key = world.episode(calls=2)
         text = await leave(world, key, ask("go"), hold=hold)
@@ -112,7 +112,7 @@ async def test_an_answer_that_was_left_is_trained_as_far_as_the_episode_goes_on_
 
 
 @LEAVE
-async def test_one_that_is_not_gone_on_with_is_dropped_and_counted(leave: Any) -> None:
+async def test_an_abandoned_answer_that_is_not_continued_is_dropped_and_counted(leave: Any) -> None:
     async with running(script) as world:
         key = world.episode(calls=1)
         await leave(world, key, ask("go"), hold=True)
@@ -129,7 +129,7 @@ async def test_one_that_is_not_gone_on_with_is_dropped_and_counted(leave: Any) -
 
 
 @LEAVE
-async def test_one_that_was_sent_to_its_end_counts_as_taken_unless_the_episode_goes_on_with_a_part(leave: Any) -> None:
+async def test_a_complete_stream_counts_unless_only_a_part_is_continued(leave: Any) -> None:
     async with running(script) as world:
         key = world.episode()
         await leave(world, key, ask("go"), hold=False)
@@ -138,7 +138,7 @@ async def test_one_that_was_sent_to_its_end_counts_as_taken_unless_the_episode_g
     assert trained(closed) == [f"{LONG}<|end|>", "fine<|end|>"] and closed.left == 0
 
 
-async def test_a_later_answer_is_left_and_the_next_but_one_goes_on_with_it() -> None:
+async def test_a_later_abandoned_answer_is_continued_two_calls_later() -> None:
     async with running(script) as world:
         key = world.episode()
         begun = after(ask("first"), await say(world, key, ask("first")))[:-1] + ask("go")
@@ -155,7 +155,7 @@ async def test_a_later_answer_is_left_and_the_next_but_one_goes_on_with_it() -> 
     assert closed.episode.counts.drift == 0
 
 
-async def test_who_reads_to_the_end_and_changes_what_was_said_has_changed_history() -> None:
+async def test_a_changed_complete_answer_is_changed_history() -> None:
     async with running(script) as world:
         key = world.episode()
         async with openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key=key, max_retries=0) as api:
@@ -168,7 +168,7 @@ async def test_who_reads_to_the_end_and_changes_what_was_said_has_changed_histor
     assert closed.episode.counts.drift == 1 and trained(closed)[0] == f"{LONG}<|end|>"
 
 
-def test_tokens_are_counted_to_the_one_that_completes_the_words() -> None:
+def test_tokens_are_counted_to_the_one_that_completes_the_text() -> None:
     spell = tokenizer().spell
     tokens = tokenizer().encode("<think>abc</think>abcde f")
     text = "abcde f"

@@ -12,8 +12,7 @@ import pytest
 from synthetic_run import START, Writer, evaluation, make, step_record
 
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.report.finish import finish, report
-from relax_rt.roles.report.summary import render_summary
+from relax_rt.roles.report.summary import finish, render_summary, report
 
 PLOTS = ["learning_by_step.png", "learning_by_time.png", "staleness.png", "timeline.png"]
 
@@ -98,7 +97,7 @@ def test_a_stopped_run_has_no_gain(tmp_path: Path) -> None:
     out.close()
     summary = report(tmp_path)
     assert summary["held_out"]["gain"] is None
-    assert "at step 20 (the run did not come to its last evaluation)" in render_summary(summary)[0]
+    assert "at step 20 (the run ended before its last evaluation)" in render_summary(summary)[0]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +177,7 @@ def test_what_was_lost_is_told_to_come_again(tmp_path: Path) -> None:
     out.event("queue_account", START + 99, "queue/0#2", samples_issued=104, freed=96, lost=8, trained_twice=0)
     out.close()
     text = "\n".join(render_summary(report(tmp_path)))
-    assert "104 samples: 96 freed, 8 lost with the memory they were in, their prompts given out again\n" in text
+    assert "104 samples: 96 freed, 8 lost with their memory, their prompts sampled again\n" in text
 
 
 def test_only_states_of_samples_are_counted_as_samples(tmp_path: Path) -> None:
@@ -205,7 +204,7 @@ def test_defects_are_not_hidden(tmp_path: Path) -> None:
     summary = report(tmp_path, bound=2)
     assert summary["samples"]["trained_twice"] == 96 and summary["staleness"]["held"] is False
     text = "\n".join(render_summary(summary))
-    assert "bound 2: BROKEN" in text and "trained twice: 96  <- DEFECT" in text
+    assert "bound 2: VIOLATED" in text and "trained twice: 96  <- DEFECT" in text
 
 
 def test_what_filters_left_out_is_said_once_and_by_rule(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a rollout leaves behind when it ends."""
+"""The end of a rollout: what is journaled and released."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def role_with(
     return role
 
 
-async def test_at_its_end_it_marks_what_it_has_and_gives_its_groups_back() -> None:
+async def test_teardown_journals_partials_and_releases_groups() -> None:
     calls: list[str] = []
     await role_with(calls).teardown()
     assert calls == ["close engine", "mark", "give back, losses 0", "close queue"]
 
 
-async def test_nothing_of_an_engine_that_failed_is_marked_and_its_groups_may_be_why() -> None:
+async def test_a_failed_engine_journals_nothing_and_counts_a_loss() -> None:
     calls: list[str] = []
     events: list[tuple[str, dict[str, Any]]] = []
     role = role_with(calls, events=events)
@@ -68,7 +68,7 @@ async def test_nothing_of_an_engine_that_failed_is_marked_and_its_groups_may_be_
     assert events == [("groups_released", {"groups": 1, "tokens_lost": 31})]
 
 
-async def test_an_engine_that_cannot_be_closed_keeps_no_groups() -> None:
+async def test_an_engine_that_cannot_be_closed_still_releases_groups() -> None:
     calls: list[str] = []
     with pytest.raises(BufferError):
         await role_with(calls, BufferError("exported")).teardown()
@@ -137,7 +137,7 @@ async def test_an_engine_that_cannot_follow_ends_the_hand_over() -> None:
         (4, 4, 0, 0),
     ],
 )
-def test_groups_are_asked_for_by_the_members_in_hand(
+def test_groups_are_admitted_by_the_members_in_progress(
     members: int, sequences: int, intake: int | None, free: int
 ) -> None:
     role = RolloutRole.__new__(RolloutRole)

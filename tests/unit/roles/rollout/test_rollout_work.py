@@ -1,4 +1,4 @@
-"""What a rollout has in hand, on the ledger itself: marks, hand-over, and going on behind another's tokens."""
+"""Groups of a rollout, with a real ledger: partial completions, release and resumption."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def rng() -> random.Random:
     return random.Random(1)
 
 
-def test_a_member_is_marked_every_so_many_tokens_and_only_what_is_new(rng: random.Random) -> None:
+def test_a_member_is_journaled_every_so_many_new_tokens(rng: random.Random) -> None:
     r = Rollout(Queue(), 1, rng)
     (ticket,) = r.ask(1)
     r.sample((1, 0), EVERY)
@@ -155,7 +155,7 @@ def test_a_member_is_marked_every_so_many_tokens_and_only_what_is_new(rng: rando
     assert ticket.wanted() == [0, 1, 2]
 
 
-def test_ended_members_make_room_before_their_group_is_complete_but_not_before_they_are_put(rng: random.Random) -> None:
+def test_ended_members_make_room_once_they_are_put(rng: random.Random) -> None:
     r = Rollout(Queue(), 1, rng)
     r.ask(2)
     assert r.work.members == r.work.sequences == 2 * SIZE
@@ -167,7 +167,7 @@ def test_ended_members_make_room_before_their_group_is_complete_but_not_before_t
     assert len(r.work) == 2
 
 
-def test_what_found_no_room_is_marked_with_what_comes_next(rng: random.Random) -> None:
+def test_a_refused_partial_is_journaled_with_the_next_tokens(rng: random.Random) -> None:
     q = Queue(partials_bytes=0)
     r = Rollout(q, 1, rng)
     r.ask(1)
@@ -180,9 +180,7 @@ def test_what_found_no_room_is_marked_with_what_comes_next(rng: random.Random) -
     assert r.save() == 1 and r.work.journaled_tokens == 2 * EVERY
 
 
-def test_what_finds_no_room_is_tried_ever_less_often_and_by_its_first_piece_alone(
-    rng: random.Random, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_partials_are_retried_with_back_off(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relax_rt.roles.rollout.work.CHUNK_BYTES", (8 + ROW) * EVERY)
     q = Queue(partials_bytes=0)
     r = Rollout(q, 1, rng)
@@ -201,7 +199,7 @@ def test_what_finds_no_room_is_tried_ever_less_often_and_by_its_first_piece_alon
     assert r.save() > 32 and r.work.journaled_tokens > 64 * EVERY > 32 * piece, "there is room: the rest follows"
 
 
-def test_a_hand_over_takes_along_every_token_up_to_the_boundary(rng: random.Random) -> None:
+def test_a_released_group_keeps_every_token(rng: random.Random) -> None:
     q = Queue()
     first = Rollout(q, 1, rng)
     first.ask(1)
@@ -220,7 +218,7 @@ def test_a_hand_over_takes_along_every_token_up_to_the_boundary(rng: random.Rand
     assert list(second.work.groups[1].request.partials[0].tokens) == cut[1]  # type: ignore[union-attr]
 
 
-def test_nothing_is_given_back_before_the_last_put_of_its_job(rng: random.Random) -> None:
+def test_a_group_is_released_after_its_last_put(rng: random.Random) -> None:
     r = Rollout(Queue(), 1, rng)
     r.ask(1)
     r.sample((1, 0), 5, "stop")
@@ -232,7 +230,7 @@ def test_nothing_is_given_back_before_the_last_put_of_its_job(rng: random.Random
     assert [job.number for job in r.work.take_released()] == [1]
 
 
-def test_a_lost_group_is_forgotten_and_its_late_chunks_do_nothing(rng: random.Random) -> None:
+def test_late_chunks_of_a_lost_group_are_ignored(rng: random.Random) -> None:
     r = Rollout(Queue(), 1, rng)
     (ticket,) = r.ask(1)
     r.sample((1, 0), EVERY)
@@ -252,13 +250,13 @@ def test_a_lost_group_is_forgotten_and_its_late_chunks_do_nothing(rng: random.Ra
         ({"tokens": [8, STOP], "logprobs": [-1.0, -1.0]}, False),
     ],
 )
-def test_only_tokens_that_can_be_gone_on_with_are(change: dict[str, object], taken: bool) -> None:
+def test_only_resumable_partials_are_resumed(change: dict[str, object], taken: bool) -> None:
     values = {"tokens": [8, 9], "logprobs": [-1.0, -2.0], "versions": [VersionSpan(0, 2, 1, 1)], "origin": b"o"}
     one = PartialCompletion(**{**values, **change})  # type: ignore[arg-type]
     assert (resumable(one, b"o", 200, frozenset({STOP})) is not None) == taken
 
 
-def test_tokens_without_the_rows_that_are_wanted_are_not_gone_on_with() -> None:
+def test_partials_without_requested_rows_are_not_resumed() -> None:
     one = PartialCompletion([8, 9], [-1.0, -2.0], [VersionSpan(0, 2, 1, 1)], b"o")
     assert resumable(one, b"o", 200, frozenset(), ROW) is None
     taken = resumable(msgspec.structs.replace(one, rows=rows(0, 2)), b"o", 200, frozenset(), ROW)
@@ -268,9 +266,7 @@ def test_tokens_without_the_rows_that_are_wanted_are_not_gone_on_with() -> None:
     assert without is not None and without.routing == b"", "nobody wants them any more"
 
 
-def test_much_is_marked_in_pieces_of_which_those_are_kept_that_there_is_room_for(
-    rng: random.Random, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_partials_are_journaled_in_chunks(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(works, "CHUNK_BYTES", 10 * (8 + ROW))
     q = Queue(partials_bytes=64 + 32 + 25 * (8 + ROW))
     r = Rollout(q, 1, rng)
@@ -287,7 +283,7 @@ def test_much_is_marked_in_pieces_of_which_those_are_kept_that_there_is_room_for
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whoever_goes_on_has_every_acknowledged_token(seed: int) -> None:
+def test_a_resumed_group_has_every_acknowledged_token(seed: int) -> None:
     """Rollouts that are killed, stopped and lose groups at any moment; one after the other goes on."""
     rng, q = random.Random(seed), Queue()
     made: dict[SampleKey, Completion] = {}

@@ -75,7 +75,7 @@ class Calls:
         return call
 
 
-async def test_they_come_to_whoever_asks_for_the_column(tmp_path: Path) -> None:
+async def test_routing_rows_reach_consumers_of_the_column(tmp_path: Path) -> None:
     fields = ("tokens", "loss_mask", "behaviour_logprobs", "meta", "routing")
     policy = LedgerPolicy(group_size=2, prompts_per_step=1, tasks={"train": fields})
     callers, shm = [READER], tmp_path / "shm"
@@ -112,7 +112,7 @@ async def test_they_come_to_whoever_asks_for_the_column(tmp_path: Path) -> None:
         await broker.close()
 
 
-def test_a_sample_that_lacks_rows_is_not_made() -> None:
+def test_a_sample_without_its_rows_is_refused() -> None:
     ticket = Ticket(group=4, prompt=0, attempt=0, size=2, version=1, lease_s=9.0)
     whole = rows(5, 0)
     assert maker().make(job(ticket), completion(0, encode_rows(whole[:3]), encode_rows(whole[3:]))).routing is not None

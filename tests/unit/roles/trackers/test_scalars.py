@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from relax_rt.roles.trackers.feed import MOST, Scalars
+from relax_rt.roles.trackers.feed import MAX_NUMBERS, Scalars
 
 STEP = {
     "kind": "step",
@@ -29,7 +29,7 @@ STEP = {
 
 
 def test_a_step_is_told_by_its_numbers() -> None:
-    point = Scalars().take(STEP)
+    point = Scalars().convert(STEP)
     assert point is not None and (point.step, point.t, point.redone) == (3, 5.0, False)
     assert point.values == {
         "train/reward_mean": 0.5,
@@ -50,7 +50,7 @@ def test_each_kind_stands_under_its_own_name_at_the_step_the_run_is_at() -> None
         {"kind": "queue", "by_state": {"ready": 3}, "outstanding": 2},
         {"kind": "publication", "version": 4, "seconds": 1.5},
     ]
-    points = [scalars.take(record) for record in told]
+    points = [scalars.convert(record) for record in told]
     assert [(p.step, p.values) for p in points if p] == [
         (0, {"held_out/exact": 0.25}),
         (3, points[1].values if points[1] else {}),
@@ -62,20 +62,20 @@ def test_each_kind_stands_under_its_own_name_at_the_step_the_run_is_at() -> None
 
 
 def test_records_without_numbers_are_not_told() -> None:
-    assert [Scalars().take(r) for r in ({}, {"kind": "produced", "samples": [1]}, {"kind": "step", "step": 1})] == [
+    assert [Scalars().convert(r) for r in ({}, {"kind": "produced", "samples": [1]}, {"kind": "step", "step": 1})] == [
         None
     ] * 3
 
 
 def test_a_trainer_that_went_back_says_so() -> None:
     scalars = Scalars(step=10)
-    points = [scalars.take({"kind": "step", "step": step, "loss": 1.0}) for step in (11, 12, 11, 12, 13)]
+    points = [scalars.convert({"kind": "step", "step": step, "loss": 1.0}) for step in (11, 12, 11, 12, 13)]
     assert [p.redone for p in points if p] == [False, False, True, False, False]
 
 
 def test_a_record_of_very_many_numbers_is_cut() -> None:
-    point = Scalars().take({"kind": "step", "step": 1, "rewards": {f"r{i}": i for i in range(10_000)}})
-    assert point is not None and len(point.values) == MOST
+    point = Scalars().convert({"kind": "step", "step": 1, "rewards": {f"r{i}": i for i in range(10_000)}})
+    assert point is not None and len(point.values) == MAX_NUMBERS
 
 
 VALUES = st.recursive(
@@ -88,5 +88,5 @@ VALUES = st.recursive(
 @example({"kind": "step", "staleness": [math.inf, 1.7e308, 1.7e308]})
 @given(st.dictionaries(st.sampled_from(["kind", "step", "t", "slot", "set", "staleness", "x"]), VALUES))
 def test_no_record_is_too_odd(record: dict[str, Any]) -> None:
-    point = Scalars().take(record)
+    point = Scalars().convert(record)
     assert point is None or all(math.isfinite(value) for value in point.values.values())

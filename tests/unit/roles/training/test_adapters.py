@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_backend import torch_backend
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -37,17 +38,7 @@ LORA = LoraTable(rank=4, alpha=8.0)
 
 
 def backend(model_dir: Path, lora: LoraTable | None = LORA, seed: int = 0) -> TorchBackend:
-    return TorchBackend(
-        model_dir,
-        AlgorithmTable(learning_rate=1e-2),
-        dtype="float32",
-        threads=1,
-        tokens_per_micro_batch=4096,
-        temperature=1.0,
-        on_progress=lambda _: None,
-        lora=lora,
-        seed=seed,
-    )
+    return torch_backend(model_dir, learning_rate=1e-2, max_grad_norm=1.0, lora=lora, seed=seed)
 
 
 def published(trainer: TorchBackend) -> dict[str, torch.Tensor]:

@@ -103,7 +103,7 @@ def test_a_rank_that_does_not_copy_its_part_is_named(dies: bool) -> None:
                 heard.set()
 
     found = meet(work)
-    assert isinstance(found[0], Unreachable) and "copy aside from rank 2" in str(found[0]), found
+    assert isinstance(found[0], Unreachable) and "copy of the weights from rank 2" in str(found[0]), found
 
 
 def test_the_deadline_of_a_copy_begins_when_a_rank_takes_the_order() -> None:

@@ -107,13 +107,13 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_what_is_set_aside_counts_as_none_and_is_bounded(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 1, keep=1)
     for number in range(1, KEEP_DAMAGED + 3):
-        store.set_aside(store.save(state(10 * number), fill))
+        store.quarantine(store.save(state(10 * number), fill))
         assert store.newest() is None and store.found() == []
-    assert len(store.damaged()) == KEEP_DAMAGED
-    assert store.damaged()[-1].name == f"damaged-step-{10 * (KEEP_DAMAGED + 2):06d}"
+    assert len(store.quarantined()) == KEEP_DAMAGED
+    assert store.quarantined()[-1].name == f"damaged-step-{10 * (KEEP_DAMAGED + 2):06d}"
     # The same step again, damaged again: the newer one takes the place of the older.
-    store.set_aside(store.save(state(10 * (KEEP_DAMAGED + 2)), fill))
-    assert len(store.damaged()) == KEEP_DAMAGED
+    store.quarantine(store.save(state(10 * (KEEP_DAMAGED + 2)), fill))
+    assert len(store.quarantined()) == KEEP_DAMAGED
     # A good one of an earlier step stays, though keep = 1.
     assert store.save(state(5), fill).exists()
     found = store.newest()
@@ -121,7 +121,7 @@ def test_what_is_set_aside_counts_as_none_and_is_bounded(tmp_path: Path) -> None
     assert said(found[1]) == replace(state(5), format=FORMAT)
     CheckpointStore(tmp_path, 2, keep=1)
     with pytest.raises(StaleEpoch):
-        store.set_aside(tmp_path / "step-000005")
+        store.quarantine(tmp_path / "step-000005")
 
 
 def test_a_folder_whose_state_is_torn_is_found_with_the_reason(tmp_path: Path) -> None:

@@ -220,8 +220,7 @@ async def test_trainer_and_critic_go_through_steps_and_checkpoints_together(
     at_two = weights(world.model)
     await world.step(link, 2)
     files = await link.write(2)
-    (tmp_path / "checkpoint").mkdir()
-    files.move(tmp_path / "checkpoint")
+    files.rename(tmp_path / "checkpoint")
     assert {path.name for path in (tmp_path / "checkpoint").iterdir()} >= {MODEL_FILE}
     at_three = weights(world.model)
     # The trainer dies at step 3 and goes back to the checkpoint: so does the critic.

@@ -11,7 +11,7 @@ from queue_parts import V2, World, world
 
 from relax_rt.roles.training import collector as collecting
 from relax_rt.roles.training.algorithms.objective import Objective
-from relax_rt.roles.training.algorithms.registry import bound
+from relax_rt.roles.training.algorithms.registry import bind
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable, RefillOptions
 from relax_rt.roles.training.collector import Collector
 from relax_rt.roles.training.dynamic_sampling import GroupFilter
@@ -32,7 +32,7 @@ def collector(made: World, events: list[dict[str, Any]], *, ahead: float = 0, **
     group_filter = GroupFilter(
         made.trainer,
         Objective.of(AlgorithmTable()),
-        [bound("filter", "zero_variance")],
+        [bind("filter", "zero_variance", ("algorithm", "filters"), defaults={})],
         RefillOptions(**options),
         groups=3,
         ahead=ahead,

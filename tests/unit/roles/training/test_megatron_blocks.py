@@ -13,7 +13,13 @@ from safetensors.torch import save_file
 
 from relax_rt.roles.models.parallel import ParallelSizes
 from relax_rt.roles.models.shape import shape_of
-from relax_rt.roles.training.checkpoints.optimizer_state import OptimizerFiles, block_key, rank_file, write_blocks
+from relax_rt.roles.training.checkpoints.optimizer_state import (
+    OptimizerFiles,
+    block_key,
+    rank_file,
+    whole_block,
+    write_blocks,
+)
 from relax_rt.roles.training.megatron.layout import ModelDivision, naming_of
 from relax_rt.roles.training.megatron.resharding import ReshardPlan, plan_buckets
 from relax_rt.roles.training.megatron.state import HfModelFiles, fill_parameter, parameter_blocks
@@ -112,20 +118,6 @@ def test_optimizer_state_is_read_by_any_other_division(old: Gang, new: Gang, tmp
                 assert torch.equal(found, expected[start:stop]), name
 
 
-def test_whole_tensors_of_the_torch_backend_are_read(tmp_path: Path) -> None:
-    state = make_state(DENSE)
-    saved = {f"{name}|exp_avg": value for name, value in state.items()}
-    saved |= {f"{name}|step": torch.tensor(3.0) for name in state}
-    save_file(saved, tmp_path / "optimizer.safetensors")
-    files, shards = OptimizerFiles(tmp_path), shard(state, DENSE, Gang(tp=2))
-    plan = planned(Gang(tp=2), shards, DENSE)
-    assert files.steps == 3
-    for (_, name), local in plan.held(1)[0].items():
-        found = torch.empty(local.shape)
-        fill_parameter(found.view(-1), local, files.reader("exp_avg"))
-        assert torch.equal(found, shards[1][0][name]), name
-
-
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     state = make_state(DENSE)
     gone = state.pop("model.layers.1.mlp.up_proj.weight")
@@ -135,7 +127,8 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     save_file({**state, "model.layers.1.mlp.up_proj.weight": gone.T.contiguous()}, tmp_path / "model.safetensors")
     with pytest.raises(Refused, match=r"has the shape \[8, 12\], not \[12, 8\]"):
         HfModelFiles(tmp_path).check(shape_of(DENSE))
-    save_file({f"{name}|exp_avg": value for name, value in state.items()}, tmp_path / "optimizer.safetensors")
+    blocks = {block_key("exp_avg", whole_block(n, v.shape)): v.reshape(len(v), -1) for n, v in state.items()}
+    write_blocks(rank_file(tmp_path, 0, 1), blocks, 5)
     files = OptimizerFiles(tmp_path)
     plan = planned(Gang(), shard(make_state(DENSE), DENSE, Gang()), DENSE)
     local = plan.held(0)[0][0, "decoder.layers.1.mlp.linear_fc1.weight"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_backend import torch_backend
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -18,22 +19,13 @@ from packing_samples import SAMPLES, make_sample  # noqa: E402
 from starved import failing_backward, spoil_last  # noqa: E402
 
 from relax_rt.roles.models.device import out_of_memory  # noqa: E402
-from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.batch.budget import TokenBudget  # noqa: E402
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.transport.rpc.errors import RelaxError  # noqa: E402
 
 
 def backend(model_dir: Path, budget: TokenBudget | int = 4096, **table: Any) -> TorchBackend:
-    return TorchBackend(
-        model_dir,
-        AlgorithmTable(learning_rate=1e-3, max_grad_norm=1e9, **table),
-        dtype="float32",
-        threads=1,
-        tokens_per_micro_batch=budget,
-        temperature=1.0,
-        on_progress=lambda _: None,
-    )
+    return torch_backend(model_dir, budget=budget, learning_rate=1e-3, **table)
 
 
 def starve(trainer: TorchBackend, fits: int, *, error: Callable[[], BaseException], backward: bool = True) -> None:

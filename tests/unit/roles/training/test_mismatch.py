@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_backend import torch_backend
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -18,7 +19,6 @@ from packing_samples import SAMPLES  # noqa: E402
 
 from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.training.algorithms.inputs import Metrics  # noqa: E402
-from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.backend.interface import StepResult  # noqa: E402
 from relax_rt.roles.training.step import (  # noqa: E402  # noqa: E402
     StepBatch,
@@ -44,15 +44,7 @@ class Counted(TorchBackend):
 
 
 def backend(model_dir: Path, **table: Any) -> Counted:
-    return Counted(
-        model_dir,
-        AlgorithmTable(learning_rate=1e-4, **table),
-        dtype="float32",
-        threads=1,
-        tokens_per_micro_batch=64,
-        temperature=0.8,
-        on_progress=lambda _: None,
-    )
+    return torch_backend(model_dir, Counted, 64, 0.8, learning_rate=1e-4, max_grad_norm=1.0, **table)
 
 
 def batch_of(rewards: dict[int, float]) -> StepBatch:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_backend import torch_backend
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -13,23 +14,13 @@ transformers = pytest.importorskip("transformers")
 from packing_samples import SAMPLES, make_sample  # noqa: E402
 from packing_ways import APART  # noqa: E402
 
-from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.batch.collate import collate  # noqa: E402
 from relax_rt.roles.training.batch.rows import micro_batches, shared_rows  # noqa: E402
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 
 
 def backend(model_dir: Path, budget: int) -> TorchBackend:
-    table = AlgorithmTable(loss="ppo_clip", learning_rate=1e-3, max_grad_norm=1e9)
-    return TorchBackend(
-        model_dir,
-        table,
-        dtype="float32",
-        threads=1,
-        tokens_per_micro_batch=budget,
-        temperature=0.8,
-        on_progress=lambda _: None,
-    )
+    return torch_backend(model_dir, budget=budget, temperature=0.8, loss="ppo_clip", learning_rate=1e-3)
 
 
 def gradients_one_by_one(model_dir: Path) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from small_backend import torch_backend, without_updates
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -68,18 +69,11 @@ def episode() -> Sample:
 
 def backend(model_dir: Path, costs: Costs | None, budget: int = 4096, **table: Any) -> TorchBackend:
     """One whose update is left out."""
-    found = TorchBackend(
-        model_dir,
-        AlgorithmTable(learning_rate=1e-3, max_grad_norm=1e9, **table),
-        dtype="float32",
-        threads=1,
-        tokens_per_micro_batch=budget,
-        temperature=TEMPERATURE,
-        on_progress=lambda _: None,
+    found = without_updates(
+        torch_backend(model_dir, budget=budget, temperature=TEMPERATURE, learning_rate=1e-3, **table)
     )
     assert found.costs is not None, "the model's attention can"
     found.costs = costs
-    found._optimizer.step = lambda *a, **k: None  # type: ignore[method-assign]
     return found
 
 

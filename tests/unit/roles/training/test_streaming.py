@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from packing_samples import SAMPLES  # noqa: E402
-from small_backend import small_backend  # noqa: E402
+from small_backend import small_backend, without_updates  # noqa: E402
 
 from relax_rt.roles.base.sample import Sample  # noqa: E402
 from relax_rt.roles.training.algorithms.objective import Objective  # noqa: E402
@@ -41,8 +41,7 @@ def opened(model_dir: Path, table: dict[str, Any]) -> TorchBackend:
     """A backend in float64 whose update is left out."""
     backend = small_backend(TorchBackend, model_dir, **table)
     backend._model.double()
-    backend._optimizer.step = lambda *a, **k: None  # type: ignore[method-assign]
-    return backend
+    return without_updates(backend)
 
 
 def step(backend: TorchBackend, parts: list[list[int]]) -> tuple[StepResult, dict[str, torch.Tensor]]:

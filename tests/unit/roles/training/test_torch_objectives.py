@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_backend import torch_backend, without_updates
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -35,17 +36,8 @@ TABLES: list[dict[str, Any]] = [
 
 
 def backend(model_dir: Path, budget: int = 4096, **table: Any) -> TorchBackend:
-    found = TorchBackend(
-        model_dir,
-        AlgorithmTable(learning_rate=1e-3, max_grad_norm=1e9, **table),
-        dtype="float32",
-        threads=1,
-        tokens_per_micro_batch=budget,
-        temperature=TEMPERATURE,
-        on_progress=lambda _: None,
-    )
-    found._optimizer.step = lambda *a, **k: None  # type: ignore[method-assign]
-    return found
+    made = torch_backend(model_dir, budget=budget, temperature=TEMPERATURE, learning_rate=1e-3, **table)
+    return without_updates(made)
 
 
 def judged(table: dict[str, Any]) -> tuple[Objective, list[Sample]]:

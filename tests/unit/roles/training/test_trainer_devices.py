@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_backend import torch_backend
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -21,7 +22,6 @@ from relax_rt.roles.config.sections import RLConfig  # noqa: E402
 from relax_rt.roles.models import device as module  # noqa: E402
 from relax_rt.roles.models.device import CPU, choose_device  # noqa: E402
 from relax_rt.roles.planning.division import divisible  # noqa: E402
-from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
 from relax_rt.roles.training.backend.settings import (  # noqa: E402
     CriticSettings,
     LoraTable,
@@ -63,18 +63,8 @@ def untied(model_dir: Path, tmp_path: Path) -> Path:
 
 
 def backend(folder: Path, device: Any = CPU, **options: Any) -> TorchBackend:
-    table = AlgorithmTable(learning_rate=1e-2, kl={"name": "k3", "coefficient": 0.1}, entropy="bonus")
-    return TorchBackend(
-        folder,
-        table,
-        dtype="float32",
-        threads=1,
-        tokens_per_micro_batch=16,
-        temperature=0.8,
-        on_progress=lambda _: None,
-        device=device,
-        **options,
-    )
+    table = {"learning_rate": 1e-2, "kl": {"name": "k3", "coefficient": 0.1}, "entropy": "bonus", "max_grad_norm": 1.0}
+    return torch_backend(folder, budget=16, temperature=0.8, device=device, **table, **options)
 
 
 def exported(trainer: TorchBackend) -> Any:

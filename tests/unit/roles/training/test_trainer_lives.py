@@ -188,7 +188,7 @@ async def test_nothing_of_a_checkpoint_that_the_critic_refuses_stays(lives: Live
 async def test_what_was_set_aside_is_no_reason_to_begin_at_step_0(lives: Lives, model: Path) -> None:
     await lives.life(model, steps=9, stop_after=2)
     (lives.checkpoints / "step-000002").rename(lives.checkpoints / "damaged-step-000002")
-    with pytest.raises(BadInput, match="set aside before: damaged-step-000002"):
+    with pytest.raises(BadInput, match="quarantined before: damaged-step-000002"):
         await lives.life(model, steps=9)
 
 
@@ -542,7 +542,7 @@ async def test_the_last_step_is_published_whatever_is_in_it(lives: Lives, model:
 
 async def test_too_many_in_a_row_end_the_trainer(lives: Lives, model: Path) -> None:
     spoilt = range(3, 3 + SKIPPED_IN_A_ROW)
-    with pytest.raises(GivenUp, match=f"{SKIPPED_IN_A_ROW} steps in a row were thrown away: loss is nan") as caught:
+    with pytest.raises(GivenUp, match=f"{SKIPPED_IN_A_ROW} steps in a row were skipped: loss is nan") as caught:
         await lives.life(model, steps=20, harm=spoil(*spoilt))
     assert "learning rate" in caught.value.hint
     assert [one["step"] for one in lives.contexts[-1].told("step_skipped")] == list(spoilt)

@@ -10,7 +10,7 @@ from eventually import eventually
 
 from relax_rt.transport.base import calls as calls_module
 from relax_rt.transport.base.calls import WINDOW, NumberedCalls, WaitingCalls
-from relax_rt.transport.queue.reasons import WaitReasons
+from relax_rt.transport.queue.puts import WaitReasons
 from relax_rt.transport.rpc.errors import DeadlineExceeded, Refused, Unreachable
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import pathlib
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+from server_process import ServerProcess, given_keys, tell
 
 from relax_rt.transport.memory.payload_fetcher import Fetcher
 from relax_rt.transport.memory.payload_server import PayloadServer
@@ -67,47 +65,10 @@ async def reading(keys: CurveKeys | None = KEYS, **settings: float) -> AsyncIter
         yield fetcher
 
 
-class Far:
-    """A payload server in a process of its own, which can be killed and started anew at the same address."""
-
-    def __init__(self, directory: pathlib.Path, host: str = "127.0.0.1", node: list[str] | None = None) -> None:
-        self.directory, self.host, self.node = directory, host, node or []
-        self.port = 0
-        self.process: subprocess.Popen[str] | None = None
-
-    @property
-    def address(self) -> str:
-        return f"tcp://{self.host}:{self.port}"
-
-    def start(self) -> None:
-        command = [*self.node, sys.executable, __file__, "serve", str(self.directory), self.address]
-        self.process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.port = int(self.process.stdout.readline().rpartition(":")[2])
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            assert self.process.stdout is not None
-            self.process.stdout.close()
-            self.process = None
-
-    def __enter__(self) -> Far:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-
-def environment() -> dict[str, str]:
-    """For child processes: the keys."""
-    return {**os.environ, "PAYLOAD_KEYS": f"{KEYS.public.decode()} {KEYS.secret.decode()}"}
+def far_server(directory: pathlib.Path, host: str = "127.0.0.1", node: list[str] | None = None) -> ServerProcess:
+    """A payload server in a process of its own, always at the same address."""
+    command = [*(node or []), sys.executable, __file__, "serve", str(directory)]
+    return ServerProcess(command, KEYS, host, keeps_port=True)
 
 
 async def read_all(how: str, address: str, nbytes: int, size: int) -> None:
@@ -116,11 +77,10 @@ async def read_all(how: str, address: str, nbytes: int, size: int) -> None:
     how: ``read``; ``slowly`` tells when the first bytes are there; ``stranger`` has a key that the server does not know
     and tells why it waits; ``hopeless`` has a short deadline.
     """
-    public, secret = os.environ["PAYLOAD_KEYS"].encode().split()
-    keys = CurveKeys(public, secret)
+    keys = given_keys()
     if how == "stranger":
         other = CurveKeys.make()
-        keys = CurveKeys(other.public, other.secret, server=public)
+        keys = CurveKeys(other.public, other.secret, server=keys.public)
     extents = extents_of(nbytes, size)
     chunk = 65536 if how == "slowly" else 1 << 20
     async with Fetcher(keys, chunk_bytes=chunk, window_bytes=4 * chunk) as fetcher:
@@ -147,17 +107,10 @@ async def read_all(how: str, address: str, nbytes: int, size: int) -> None:
         tell(digest.hexdigest())
 
 
-def tell(line: str) -> None:
-    """To the test."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
 def main(how: str, where: str, *more: str) -> None:
-    """CacheEntry of the other processes."""
+    """Entry of the other processes."""
     if how == "serve":
-        public, secret = os.environ["PAYLOAD_KEYS"].encode().split()
-        tell(PayloadServer(pathlib.Path(where), keys=CurveKeys(public, secret)).start(more[0]))
+        tell(PayloadServer(pathlib.Path(where), keys=given_keys()).start(more[0]))
         time.sleep(60)
     else:
         asyncio.run(read_all(how, where, *map(int, more)))

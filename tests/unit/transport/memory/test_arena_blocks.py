@@ -74,6 +74,34 @@ def test_rows_of_different_kinds_lie_in_different_blocks(tmp_path: Path) -> None
     assert writer(tmp_path / "none").put_rows([]) == []
 
 
+def test_a_row_like_one_before_lies_as_if_it_was_planned(tmp_path: Path) -> None:
+    """The second put of a row's names, dtypes and shapes only copies."""
+    arena, reader = writer(tmp_path), ArenaReader(tmp_path)
+    for i in range(3):
+        row = {
+            "tokens": np.arange(i, 400 + i, dtype=np.int32),
+            "big": np.full((2, 300), i, ">f8"),
+            "part": np.arange(800, dtype=np.int64)[::2],
+            "one": np.array(i, np.float32),
+        }
+        ((placed, indices),) = arena.put_rows([row], length_field="tokens")
+        assert indices == [0] and placed.lengths == [400] and placed.blobs == []
+        assert placed.block.rows == 1 and placed.block.fields == tuple(row)
+        block = read(reader, placed)
+        for name, value in row.items():
+            np.testing.assert_array_equal(block.value(name, 0), value)
+    (other,) = arena.put_rows([{"tokens": np.arange(400, dtype=np.int64), "big": np.zeros((2, 300))}])
+    assert read(reader, other[0]).value("tokens", 0).dtype == np.int64
+    ((placed, _),) = arena.put_rows([{"tokens": np.arange(399, dtype=np.int32)}], length_field="big")
+    assert placed.lengths == [-1]
+    known = arena.statistics()
+    assert (known.puts, known.rows, known.blocks, known.inline_blocks) == (5, 5, 5, 0)
+    for _ in range(2):
+        images = {"a": np.zeros(5000, np.uint8), "b": np.zeros(5000, np.uint8)}
+        ((placed, _),) = arena.put_rows([images])
+        assert len(placed.blobs) == 1
+
+
 def test_columns_round_trip(tmp_path: Path) -> None:
     matrix = np.arange(12.0).reshape(3, 4)
     placed = writer(tmp_path).put_columns(

@@ -16,7 +16,8 @@ import pytest
 import xxhash
 from eventually import eventually
 from netns import Nodes, cut
-from payload_far_end import SLAB, Far, environment, extents_of, reading, shm_dir, write_slab
+from payload_far_end import KEYS, SLAB, extents_of, far_server, reading, shm_dir, write_slab
+from server_process import environment
 
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.rpc.errors import Unreachable
@@ -34,7 +35,7 @@ def slabs() -> Iterator[pathlib.Path]:
 def read_from(nodes: Nodes, address: str, nbytes: int, *, how: str = "read") -> Iterator[subprocess.Popen[str]]:
     """A reader on the second node, which tells what it got."""
     command = [*nodes.second, sys.executable, payload_far_end.__file__, how, address, str(nbytes), str(3 * MIB)]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, env=environment(KEYS), stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
         finally:
@@ -49,7 +50,7 @@ def line(process: subprocess.Popen[str]) -> str:
 def test_a_reader_on_another_node_gets_every_byte_and_a_stranger_none(nodes: Nodes, slabs: pathlib.Path) -> None:
     data = write_slab(slabs, 40 * MIB)
     with (
-        Far(slabs, nodes.host, nodes.first) as far,
+        far_server(slabs, nodes.host, nodes.first) as far,
         read_from(nodes, far.address, len(data)) as reader,
         read_from(nodes, far.address, len(data), how="stranger") as stranger,
     ):
@@ -62,7 +63,7 @@ def test_a_reader_on_another_node_gets_every_byte_and_a_stranger_none(nodes: Nod
 def test_a_killed_and_restarted_server_is_found_again(nodes: Nodes, slabs: pathlib.Path) -> None:
     data = write_slab(slabs, 64 * MIB)
     with (
-        Far(slabs, nodes.host, nodes.first) as far,
+        far_server(slabs, nodes.host, nodes.first) as far,
         read_from(nodes, far.address, len(data), how="slowly") as reader,
     ):
         assert line(reader) == "begun"
@@ -73,7 +74,7 @@ def test_a_killed_and_restarted_server_is_found_again(nodes: Nodes, slabs: pathl
 
 def test_a_cut_cable_is_waited_out_until_the_deadline(nodes: Nodes, slabs: pathlib.Path) -> None:
     write_slab(slabs, MIB)
-    with Far(slabs, nodes.host, nodes.first) as far:
+    with far_server(slabs, nodes.host, nodes.first) as far:
         cut(nodes.second)
         with read_from(nodes, far.address, MIB, how="hopeless") as reader:
             assert line(reader).startswith(f"Unreachable: slab {SLAB}")
@@ -86,7 +87,7 @@ async def test_a_server_killed_during_a_fetch_fails_it(slabs: pathlib.Path) -> N
     async with reading(
         capacity_bytes=80 * MIB, segment_bytes=80 * MIB, chunk_bytes=65536, window_bytes=65536
     ) as fetcher:
-        with Far(slabs) as far:
+        with far_server(slabs) as far:
             address = far.address
             waiting = asyncio.create_task(fetcher.fetch(address, extents, lease=1, deadline_s=8.0))
             await eventually(lambda: fetcher.statistics().bytes_in > 5 * MIB)
@@ -107,7 +108,7 @@ async def test_a_transfer_goes_on_where_it_was_when_the_server_is_back(slabs: pa
     async with reading(
         capacity_bytes=80 * MIB, segment_bytes=80 * MIB, chunk_bytes=65536, window_bytes=131072
     ) as fetcher:
-        with Far(slabs) as far:
+        with far_server(slabs) as far:
             waiting = asyncio.create_task(fetcher.fetch(far.address, [whole], lease=1, deadline_s=60.0))
             for share in (1, 2):
                 await eventually(lambda share=share: fetcher.statistics().bytes_in > share * 8 * MIB)
@@ -125,7 +126,7 @@ async def test_a_stopped_server_is_waited_for_and_goes_on(slabs: pathlib.Path) -
     data = write_slab(slabs, 8 * MIB)
     whole = Extent(SLAB, 0, 8 * MIB)
     async with reading(capacity_bytes=16 * MIB, segment_bytes=16 * MIB) as fetcher:
-        with Far(slabs) as far:
+        with far_server(slabs) as far:
             await fetcher.fetch(far.address, [Extent(SLAB, 0, 100)], lease=1, deadline_s=60.0)
             far.signal(signal.SIGSTOP)
             with pytest.raises(Unreachable, match="bytes are here; the last came"):
@@ -142,7 +143,7 @@ async def test_several_servers_are_read_side_by_side_and_one_lost_does_not_hurt_
     whole = Extent(SLAB, 0, 8 * MIB)
     lost = Extent("rollout-1-8-1.slab", 0, MIB)
     async with reading(capacity_bytes=16 * MIB, segment_bytes=16 * MIB) as fetcher:
-        with Far(slabs) as first, Far(tmp_path) as second:
+        with far_server(slabs) as first, far_server(tmp_path) as second:
             second.kill()
             results = await asyncio.gather(
                 fetcher.fetch(second.address, [lost], lease=1, deadline_s=0.5),

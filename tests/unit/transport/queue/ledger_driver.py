@@ -37,7 +37,7 @@ from relax_rt.transport.queue.ledger.messages import (
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.queue.ledger.selection import stragglers
 from relax_rt.transport.queue.partials import partial_chunk
-from relax_rt.transport.queue.samplers.loading import load_sampler
+from relax_rt.transport.queue.samplers.builtin import load_sampler
 from relax_rt.transport.rpc.identity import Incarnation
 
 TASKS = {"reward": ("tokens",), "train": ("tokens", "reward")}

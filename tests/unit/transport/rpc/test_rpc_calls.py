@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import pathlib
 from collections.abc import AsyncIterator
+from typing import Protocol
 
 import pytest
 import rpc_far_end
@@ -15,7 +16,7 @@ from rpc_far_end import FarEnd, FarEndImpl, Point, calling, hello, serving
 
 from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, RemoteError, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.rpc import CurveKeys, RpcClient, RpcServer, caller, tell
+from relax_rt.transport.rpc.rpc import CurveKeys, RpcClient, RpcServer, caller, eager, idempotent, make_hello, tell
 
 CARRIERS = ("unix", "tcp", "curve")
 
@@ -331,3 +332,73 @@ async def test_a_lost_connection_takes_what_waits_for_room_along(carrier: str, t
         await eventually(lambda: not server.connections and not server.held and not server.calls)
         assert implementation.cancelled == ["0"] and server.statistics().requests == 1
         await asyncio.gather(*calls, return_exceptions=True)
+
+
+class Gate(Protocol):
+    @idempotent
+    async def enter(self, name: str, wait_s: float) -> str: ...
+
+
+class EagerGate:
+    """Answers at once, or waits until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self.tasks: list[bool] = []
+        self.left: list[str] = []
+
+    @eager
+    async def enter(self, name: str, wait_s: float) -> str:
+        who = caller().who.slot
+        self.tasks.append(asyncio.current_task() is not None)
+        if name == "bad":
+            raise StaleEpoch(name, why="not let in")
+        try:
+            if wait_s:
+                await self.opened.wait()
+        finally:
+            self.left.append(name)
+        return f"{who}: {name}, {caller().who.slot}"
+
+
+@contextlib.asynccontextmanager
+async def gate(directory: pathlib.Path) -> AsyncIterator[tuple[EagerGate, RpcServer, Gate]]:
+    server, real = RpcServer(make_hello("run", Incarnation("queue/0", 1))), EagerGate()
+    server.offer(Gate, real)
+    address = await server.listen(f"unix://{directory}/gate.sock")
+    client = RpcClient(address, make_hello("run", Incarnation("rollout/0", 1)))
+    yield real, server, client.bind(Gate, timeout_s=10.0)
+    await client.close()
+    await server.close()
+
+
+async def test_an_eager_handler_that_does_not_wait_runs_without_a_task(tmp_path: pathlib.Path) -> None:
+    async with gate(tmp_path) as (real, server, far):
+        assert await far.enter("a", 0.0) == "rollout/0: a, rollout/0"
+        with pytest.raises(StaleEpoch, match="not let in"):
+            await far.enter("bad", 0.0)
+        assert real.tasks == [False, False]
+        known = server.statistics()
+        assert (known.requests, known.replies, known.faults, known.inflight, known.peak_inflight) == (2, 1, 1, 0, 0)
+
+
+async def test_an_eager_handler_that_waits_goes_on_in_a_task(tmp_path: pathlib.Path) -> None:
+    async with gate(tmp_path) as (real, server, far):
+        waiting = [asyncio.create_task(far.enter(name, 5.0)) for name in ("a", "b")]
+        await eventually(lambda: server.statistics().inflight == 2)
+        assert await far.enter("c", 0.0) == "rollout/0: c, rollout/0"
+        waiting[1].cancel()
+        await eventually(lambda: real.left == ["c", "b"])
+        real.opened.set()
+        assert await waiting[0] == "rollout/0: a, rollout/0"
+        known = server.statistics()
+        assert (known.requests, known.replies, known.cancelled, known.inflight) == (3, 2, 1, 0)
+
+
+async def test_an_eager_handler_that_waits_too_long_is_cancelled(tmp_path: pathlib.Path) -> None:
+    async with gate(tmp_path) as (real, server, _):
+        client = RpcClient(f"unix://{tmp_path}/gate.sock", make_hello("run", Incarnation("rollout/0", 2)))
+        with pytest.raises(DeadlineExceeded, match="not finished in"):
+            await client.bind(Gate, timeout_s=0.05).enter("a", 0.01)
+        assert real.left == ["a"] and server.statistics().expired == 1
+        await client.close()

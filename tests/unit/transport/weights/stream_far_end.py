@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import msgspec
-from weight_versions import fill
+from server_process import ServerProcess, environment, given_keys, tell
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.rpc.errors import RelaxError
@@ -72,51 +72,10 @@ def publish(
     return VersionRecord(version, version - 1, version, manifest.digest)
 
 
-class Far:
-    """A server of a stage in a process of its own, which can be killed and started anew."""
-
-    def __init__(self, folder: pathlib.Path, host: str = "127.0.0.1", node: list[str] | None = None) -> None:
-        self.folder, self.host, self.node = folder, host, node or []
-        self.port = 0
-        self.process: subprocess.Popen[str] | None = None
-
-    def locate(self) -> str:
-        """Where it is, if it is."""
-        return f"tcp://{self.host}:{self.port}" if self.process is not None else ""
-
-    def start(self) -> None:
-        command = [*self.node, sys.executable, __file__, "serve", str(self.folder), f"tcp://{self.host}:0"]
-        process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        self.port = int(process.stdout.readline().rpartition(":")[2])
-        self.process = process
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
-        if number == signal.SIGSTOP:
-            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
-
-    def kill(self) -> None:
-        process, self.process = self.process, None
-        if process is not None:
-            process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
-
-    def __enter__(self) -> Far:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-
-def environment() -> dict[str, str]:
-    """For child processes: the keys, and where the kit of tests lies."""
-    paths = os.pathsep.join([str(pathlib.Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": paths, "WEIGHT_KEYS": f"{KEYS.public.decode()} {KEYS.secret.decode()}"}
+def far_server(folder: pathlib.Path, host: str = "127.0.0.1", node: list[str] | None = None) -> ServerProcess:
+    """A server of a stage in a process of its own, each time at another address."""
+    command = [*(node or []), sys.executable, __file__, "serve", str(folder)]
+    return ServerProcess(command, KEYS, host, keeps_port=False)
 
 
 def reader(
@@ -130,14 +89,8 @@ def reader(
     """A process on another node that gets a version and tells digest and bytes fetched, or the error."""
     arguments = [how, str(folder), address, msgspec.json.encode(record).decode(), str(timeout_s)]
     return subprocess.Popen(
-        [*node, sys.executable, __file__, *arguments], env=environment(), stdout=subprocess.PIPE, text=True
+        [*node, sys.executable, __file__, *arguments], env=environment(KEYS), stdout=subprocess.PIPE, text=True
     )
-
-
-def told(process: subprocess.Popen[str]) -> str:
-    """The next line that a process says."""
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
 
 
 def stop_halfway() -> None:
@@ -155,14 +108,9 @@ def stop_halfway() -> None:
     stream.bucket_digest = counted
 
 
-def tell(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
 def main(how: str, folder: str, address: str, *more: str) -> None:
     """Entry of the other processes."""
-    keys = CurveKeys(*os.environ["WEIGHT_KEYS"].encode().split())
+    keys = given_keys()
     if how == "serve":
         tell(stage_server(pathlib.Path(folder), keys).start(address))
         time.sleep(60)
@@ -187,5 +135,3 @@ def main(how: str, folder: str, address: str, *more: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-
-__all__ = ["KEYS", "MIB", "Far", "environment", "fill", "layout_of_mib", "publish", "reader", "told"]

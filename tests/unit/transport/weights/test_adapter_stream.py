@@ -16,7 +16,7 @@ import xxhash
 torch = pytest.importorskip("torch")
 
 from adapter_versions import LAYOUT, fill_base, publish  # noqa: E402
-from stream_far_end import KEYS, Far, compared, mirror_of, serving  # noqa: E402
+from stream_far_end import KEYS, compared, far_server, mirror_of, serving  # noqa: E402
 from weight_context import Context  # noqa: E402
 
 from relax_rt.cluster.nodes.links import Links  # noqa: E402
@@ -172,7 +172,7 @@ def test_few_bytes_are_digested_more_than_once(tmp_path: Path, monkeypatch: pyte
 def test_a_server_that_dies_while_the_base_crosses_is_found_again(tmp_path: Path) -> None:
     home, away = tmp_path / "home", tmp_path / "away"
     record = publish(home, 1)
-    with Far(home) as far:
+    with far_server(home) as far:
         mirror = StageMirror(away, far.locate, KEYS, window_bytes=64 << 10, chunk_bytes=8 << 10, connections=1)
         found: list[tuple[bool, int]] = []
         thread = threading.Thread(target=lambda: found.append(content(home, mirror, record)))

@@ -25,7 +25,7 @@ from relax_rt.transport.weights.broadcast.protocol import (
     PeerLost,
 )
 from relax_rt.transport.weights.broadcast.rank import digest_of
-from relax_rt.transport.weights.memory import HostMemory, Memory, allocate, opened
+from relax_rt.transport.weights.memory import HostMemory, Memory, allocate_host_memory, map_host_memory
 
 NAMES = ("root", "a", "b", "c")
 BUCKET, BUCKETS = 64 << 10, 16
@@ -42,7 +42,7 @@ class Ranks:
     def __init__(self, folder: Path, shm: Path) -> None:
         self.faults, self._shm = folder / "faults", shm
         self.faults.mkdir()
-        self.memories: dict[str, Memory] = {name: allocate(shm / name, NBYTES) for name in NAMES}
+        self.memories: dict[str, Memory] = {name: allocate_host_memory(shm / name, NBYTES) for name in NAMES}
         environment = {
             "RELAX_FAULTS": str(self.faults),
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
@@ -60,7 +60,7 @@ class Ranks:
         """New bytes at the root, rubbish elsewhere; the digest of the bytes."""
         for name in NAMES:
             (self._shm / name).write_bytes(os.urandom(NBYTES))
-        with opened(self.memories["root"], writable=False) as view:
+        with map_host_memory(self.memories["root"], writable=False) as view:
             return digest_of(view, BUCKET)
 
     def mapped_by(self, pids: Iterable[int]) -> set[str]:
@@ -211,7 +211,7 @@ async def test_a_lost_root_a_hurried_owner_and_bytes_that_differ_have_their_name
 
 
 async def test_a_library_that_is_not_there_is_told_by_each_rank(tmp_path: Path) -> None:
-    memory = allocate(tmp_path / "m", NBYTES)
+    memory = allocate_host_memory(tmp_path / "m", NBYTES)
     async with BroadcastGroup([RankSpec("root"), RankSpec("a")], "relax_rt.nowhere:Nothing") as collective:
         with pytest.raises(BroadcastFailed, match=r"root is lost \(failed\).*No module named 'relax_rt.nowhere'"):
             await collective.broadcast({"root": memory, "a": memory}, "", 60.0)
@@ -230,9 +230,9 @@ async def test_ranks_end_with_an_owner_that_is_killed(tmp_path: Path) -> None:
         "import asyncio, os, signal, sys\n"
         "from pathlib import Path\n"
         "from relax_rt.transport.weights.broadcast.group import GLOO, BroadcastGroup, RankSpec\n"
-        "from relax_rt.transport.weights.memory import allocate\n"
+        "from relax_rt.transport.weights.memory import allocate_host_memory\n"
         "async def main():\n"
-        "    memory = {n: allocate(Path(sys.argv[1]) / n, 1000) for n in 'xy'}\n"
+        "    memory = {n: allocate_host_memory(Path(sys.argv[1]) / n, 1000) for n in 'xy'}\n"
         "    async with BroadcastGroup([RankSpec('x'), RankSpec('y')], GLOO) as group:\n"
         "        try:\n"
         "            await group.broadcast(memory, 'wrong', 60.0)\n"

@@ -19,7 +19,7 @@ from relax_rt.transport.weights.broadcast.machine import BroadcastLimits
 from relax_rt.transport.weights.broadcast.source import HostReceiveBuffer, broadcast_version, host_send_buffer
 from relax_rt.transport.weights.cuda_ipc import CudaIpcSource, Export, read_export
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Manifest, layout_of, total_digest
-from relax_rt.transport.weights.memory import DeviceMemory, HostMemory, allocate, opened
+from relax_rt.transport.weights.memory import DeviceMemory, HostMemory, allocate_host_memory, map_host_memory
 from relax_rt.transport.weights.stage import WeightStage, read_manifest, wire_file
 
 DIGEST = total_digest(["x"])
@@ -44,7 +44,7 @@ async def test_a_staged_version_is_whole_at_every_receiver(tmp_path: Path) -> No
     place, staged = places["a"], read_manifest(stage.folder, 1)
     place.copy_into(staged, memoryview(into))
     assert into == sent
-    with opened(receivers["a"], writable=True) as memory:
+    with map_host_memory(receivers["a"], writable=True) as memory:
         memory.data[BUCKET_BYTES + 3] ^= 1
     with pytest.raises(Corrupt, match=f"bytes {BUCKET_BYTES}-"):
         place.copy_into(staged, memoryview(into))
@@ -65,7 +65,7 @@ def test_a_version_in_fewer_bits_stays_by_its_name_while_it_is_broadcast(tmp_pat
     first = read_manifest(stage.folder, 1)
     with host_send_buffer(stage.folder, first) as (memory, _):
         stage.retire(2)
-        with opened(memory, writable=False) as narrow:
+        with map_host_memory(memory, writable=False) as narrow:
             assert len(narrow.data) == 1000
     assert isinstance(memory, HostMemory) and memory.path.endswith(wire_file(1))
     stage.retire(2)
@@ -84,19 +84,19 @@ def test_ranks_meet_at_the_given_address_alone() -> None:
 
 
 def test_memory_that_is_not_there_too_short_or_of_another_kind_is_refused(tmp_path: Path) -> None:
-    memory = allocate(tmp_path / "m", 100)
+    memory = allocate_host_memory(tmp_path / "m", 100)
     for wrong, why in (
         (HostMemory(memory.path, 101), "it has 100 bytes"),
         (HostMemory(str(tmp_path / "n"), 1), "No such file"),
         (DeviceMemory(b"", "GPU-1", 0, 1), "shared memory of the CPU is wanted"),
     ):
-        with pytest.raises(Refused, match=why), opened(wrong, writable=True):
+        with pytest.raises(Refused, match=why), map_host_memory(wrong, writable=True):
             pass
 
 
 def test_what_a_reader_does_to_a_private_mapping_stays_with_it(tmp_path: Path) -> None:
-    memory = allocate(tmp_path / "m", 100)
-    with opened(memory, writable=False) as view:
+    memory = allocate_host_memory(tmp_path / "m", 100)
+    with map_host_memory(memory, writable=False) as view:
         view.data[0] = 1
     assert (tmp_path / "m").read_bytes()[0] == 0
 

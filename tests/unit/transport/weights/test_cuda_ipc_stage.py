@@ -54,12 +54,12 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         into[:] = source.data
 
     @contextmanager
-    def opened(memory: DeviceMemory) -> Iterator[CpuView]:
+    def open_device_memory(memory: DeviceMemory) -> Iterator[CpuView]:
         yield MEMORY[memory.handle].part(0, memory.nbytes)
 
     monkeypatch.setattr(cuda_ipc, "DeviceBuffer", CpuBuffer)
     monkeypatch.setattr(device, "copy_to_host", copy_to_host)
-    monkeypatch.setattr(device, "opened", opened)
+    monkeypatch.setattr(device, "open_device_memory", open_device_memory)
     monkeypatch.setattr(device, "diagnosed", lambda *_: nullcontext())
     yield
     MEMORY.clear()

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from stream_far_end import KEYS, Far, compared, mirror_of, serving
+from stream_far_end import KEYS, compared, far_server, mirror_of, serving
 from weight_context import Context
 from weight_versions import fill
 
@@ -339,7 +339,7 @@ def test_a_server_that_dies_while_a_delta_crosses_is_found_again(tmp_path: Path)
     count = 24 << 20
     home = Home(tmp_path / "home", layout_of([("w", "bfloat16", (count,), 2 * count)]))
     home.publish()
-    with Far(home.folder) as far:
+    with far_server(home.folder) as far:
         waits: list[str] = []
         mirror = StageMirror(
             tmp_path / "away", far.locate, KEYS, window_bytes=256 << 10, chunk_bytes=32 << 10, on_wait=waits.append

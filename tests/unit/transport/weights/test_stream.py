@@ -18,7 +18,8 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from netns import Nodes, cut
-from stream_far_end import KEYS, MIB, Far, layout_of_mib, publish, reader, serving, told
+from server_process import told
+from stream_far_end import KEYS, MIB, far_server, layout_of_mib, publish, reader, serving
 from weight_versions import fill, version_of
 
 from relax_rt.transport.base.versions import VersionRecord
@@ -152,7 +153,7 @@ def test_a_server_that_dies_in_the_middle_and_comes_back_elsewhere_is_found_and_
 ) -> None:
     data = fill(LAYOUT)
     record = publish(tmp_path / "home", LAYOUT, 1, data)
-    with Far(tmp_path / "home") as far:
+    with far_server(tmp_path / "home") as far:
         mirror = mirror_of(tmp_path / "away", far.locate, window_bytes=64 << 10)
         got: list[bytearray] = []
         thread = threading.Thread(target=lambda: got.append(content(mirror, record)))
@@ -160,11 +161,11 @@ def test_a_server_that_dies_in_the_middle_and_comes_back_elsewhere_is_found_and_
         # bytes_in of the mirror is counted at the end of a fetch: look at what arrived in the buffer.
         buffer = tmp_path / "away" / "w0.buf"
         eventually(lambda: buffer.exists() and begun(buffer))
-        port = far.port
+        before = far.address
         far.kill()
         time.sleep(0.1)
         far.start()
-        assert far.port != port
+        assert far.address != before
         thread.join(120)
         assert got == [data]
         # The bucket that was whole was not fetched again; of the broken one all.
@@ -175,7 +176,7 @@ def test_a_reader_that_is_killed_is_followed_by_another_of_its_node_where_it_was
     data = fill(LAYOUT)
     record = publish(tmp_path / "home", LAYOUT, 1, data)
     away = tmp_path / "away"
-    with Far(tmp_path / "home") as far:
+    with far_server(tmp_path / "home") as far:
         first = reader([], far.locate(), away, record, "halfway")
         try:
             assert told(first) == "halfway"
@@ -211,7 +212,7 @@ def test_a_reader_that_stops_holds_neither_the_sender_nor_others_nor_the_stage(t
     home = tmp_path / "home"
     data = fill(LAYOUT)
     record = publish(home, LAYOUT, 1, data)
-    with Far(home) as far:
+    with far_server(home) as far:
         stopped = reader([], far.locate(), tmp_path / "stopped", record, "halfway")
         try:
             assert told(stopped) == "halfway"
@@ -231,7 +232,7 @@ def test_a_reader_that_stops_holds_neither_the_sender_nor_others_nor_the_stage(t
 
 def test_a_stopped_server_ends_at_the_deadline(tmp_path: pathlib.Path) -> None:
     record = publish(tmp_path / "home", LAYOUT, 1, fill(LAYOUT))
-    with Far(tmp_path / "home") as far:
+    with far_server(tmp_path / "home") as far:
         far.signal(signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(Unreachable, match=r"manifest-1-.*missing, 0 bytes came"):
@@ -285,7 +286,7 @@ def test_bytes_that_are_not_the_version_are_never_sealed(tmp_path: pathlib.Path)
 def test_another_node_gets_every_byte_once_and_a_stranger_none(nodes: Nodes, tmp_path: pathlib.Path) -> None:
     data = fill(LAYOUT)
     record = publish(tmp_path / "home", LAYOUT, 1, data)
-    with Far(tmp_path / "home", nodes.host, nodes.first) as far:
+    with far_server(tmp_path / "home", nodes.host, nodes.first) as far:
         readers = [reader(nodes.second, far.locate(), tmp_path / "away", record) for _ in range(2)]
         stranger = reader(nodes.second, far.locate(), tmp_path / "stranger", record, "stranger", 1.0)
         answers = [told(process).split() for process in readers]

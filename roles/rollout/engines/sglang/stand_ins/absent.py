@@ -1,7 +1,7 @@
-"""Packages of GPU kernels that SGLang imports everywhere and that a machine without a GPU has no use for.
+"""Stand-ins for packages of GPU kernels, which SGLang imports everywhere and a machine without a GPU lacks.
 
-An absent package can be imported, with any module and name in it; its names can stand in annotations, be inherited
-from, and decorate. Only a call of one, which would be a kernel's launch, fails, and says which it was.
+An absent package can be imported, with any module and name in it. Its names can be used in annotations, as base
+classes and as decorators. Only a call of one, which would launch a kernel, fails, and names it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Base:
-    """What a class gets that inherits from an absent one."""
+    """Base of classes that inherit from an absent one."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -29,7 +29,7 @@ class Name:
 
     Args:
         path: its full dotted name.
-        decorates: it may be called for a decorator.
+        decorates: a call of it returns a decorator.
     """
 
     def __init__(self, path: str, decorates: bool) -> None:
@@ -65,7 +65,7 @@ class Name:
 
 
 def _public(name: str) -> str:
-    """Names that Python itself looks for are not there."""
+    """Refuse names that Python itself looks for."""
     if name.startswith("__") and name.endswith("__"):
         raise AttributeError(name)
     return name
@@ -84,7 +84,7 @@ def _names_of(package: str, decorates: bool) -> Callable[[str], Any]:
 
 
 class _Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes every module below an absent package."""
+    """Imports every module below an absent package."""
 
     def __init__(self, package: str, decorates: bool) -> None:
         self._below, self._decorates = package + ".", decorates
@@ -106,7 +106,7 @@ class _Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def make_absent(package: str, *, decorates: bool) -> None:
-    """Give a package that is being imported all the names and modules that it might have."""
+    """Give a package that is being imported every name and module."""
     module = sys.modules[package]
     module.__path__ = []
     module.__dict__["__getattr__"] = _names_of(package, decorates)

@@ -1,4 +1,4 @@
-"""Loaded by each Python process of the server before anything else: what CPU runs need changed in what they import."""
+"""Loaded first by each Python process of the server: patches modules that it imports, for runs on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 EMPTY = ("torchvision._meta_registrations",)
-"""Modules that want the compiled operators of a package that is installed without them."""
+"""Modules that need compiled operators of a package that is installed without them; replaced by empty ones."""
 
 
 def _no_pinning(module: Any) -> None:
@@ -20,19 +20,19 @@ def _no_pinning(module: Any) -> None:
 
 
 def _cpu_attention_repeats(module: Any) -> None:
-    """torch's own attention sums in the same order for a sequence, whatever runs beside it."""
+    """Allow torch's own attention: it sums in the same order for a sequence, whatever else is in the batch."""
     module.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
     module.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND.append("torch_native")
 
 
 def _nothing_to_replace(module: Any) -> None:
-    """Operators that do not depend on the batch are Triton kernels."""
+    """Disable batch-invariant operators, which are Triton kernels."""
     module.enable_batch_invariant_mode = lambda *_, **__: None
 
 
 def _opened_by_name(module: Any) -> None:
-    """Shared memory is fetched from the process that made it, with a key that only its own children have. The engine,
-    which is no kin, names a file (handles.py)."""
+    """Open shared memory by file name. torch fetches it from the process that created it, with a key that only its
+    children have; the engine, which is no parent, names a file (weight_loading.py)."""
     fetched = module.DupFd.detach
 
     def detach(self: Any) -> int:
@@ -70,7 +70,7 @@ class _Changes(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Changed(importlib.abc.Loader):
-    """A module's own loader, and a change when it is done."""
+    """A module's own loader, followed by a patch."""
 
     def __init__(self, loader: Any, change: Callable[[Any], None]) -> None:
         self._loader, self._change = loader, change

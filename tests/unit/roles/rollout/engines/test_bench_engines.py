@@ -1,4 +1,4 @@
-"""The verdicts of the engine benches can fail, and what stands beside ours is not held back by more than its way."""
+"""The verdicts of the engine benches can fail, and the peer in them is not slowed down."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_updates_cost_is_judged_only_where_it_can_be_seen(
     assert (row["limit"], row["holds"]) == (bench.MAX_LOSS, holds)
 
 
-async def test_new_weights_wait_for_what_was_begun_and_not_for_what_waits(conformance_model: Path) -> None:
+async def test_new_weights_wait_for_running_but_not_for_queued_requests(conformance_model: Path) -> None:
     inner = EmbeddedEngine(conformance_model, dtype="float32", max_sequences=2, threads=1)
     engine = load("long_tail/long_tail_engine.py").LongTail(inner, 60, 0.0, 60, interruptible=False)
     driver = await Driver(engine, conformance_model, Traits(members=2)).start()

@@ -22,7 +22,7 @@ async def driver(conformance_model: Path) -> AsyncIterator[Driver]:
     await engine.close(10.0)
 
 
-async def test_an_engine_with_all_rows_in_use_still_takes_in_requests_of_others(driver: Driver) -> None:
+async def test_a_full_engine_still_accepts_routed_requests(driver: Driver) -> None:
     members = driver.traits.members
     busy = driver.request([1, 2], members, new=300, stop_ids=frozenset())
     driver.submit(busy)

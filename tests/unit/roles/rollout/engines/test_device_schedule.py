@@ -1,4 +1,4 @@
-"""Engines and a trainer in turns on one device: the account purely, and a world in which calls are lost and all die."""
+"""Time slicing of a device: the pure schedule, and a simulation in which calls are lost and processes die."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def changing(*slots: str) -> DeviceSchedule:
     return schedule
 
 
-def test_the_trainer_begins_when_all_have_given_way_and_they_come_back_when_it_is_done() -> None:
+def test_the_trainer_starts_when_all_have_released_and_they_resume_afterwards() -> None:
     schedule = changing("a", "b")
     assert (
         schedule.changes_for(report("a", 2, holds=True))
@@ -60,7 +60,7 @@ def test_the_trainer_begins_when_all_have_given_way_and_they_come_back_when_it_i
     assert schedule.holders == ["a"], "what it was allowed counts as taken, though nobody heard of it since"
 
 
-def test_an_engine_that_does_not_give_way_is_out_for_this_turn_and_the_trainer_is_told() -> None:
+def test_an_engine_that_does_not_release_is_excluded() -> None:
     schedule = changing("a", "b")
     schedule.on_report(report("a", 2, holds=False))
     assert schedule.deadline == LIMIT_S and schedule.tick(LIMIT_S - 0.1) == []
@@ -73,7 +73,7 @@ def test_an_engine_that_does_not_give_way_is_out_for_this_turn_and_the_trainer_i
     assert schedule.holders == ["b"], "it is asked again"
 
 
-def test_a_dead_engine_is_not_waited_for_and_its_successor_is() -> None:
+def test_a_dead_engine_is_ignored_and_its_successor_is_not() -> None:
     schedule = changing("a", "b")
     schedule.on_report(report("a", 2, holds=False))
     assert schedule.on_members([member("b", state="gone")], 1.0, whole=False) == [StartTraining(())]
@@ -84,7 +84,7 @@ def test_a_dead_engine_is_not_waited_for_and_its_successor_is() -> None:
     assert schedule.answer(report("a", 1, holds=False, epoch=2)).word == "release", "who starts in its turn waits"
 
 
-def test_what_was_said_to_another_trainer_or_before_the_list_counts_for_nothing() -> None:
+def test_reports_to_another_trainer_or_before_the_list_are_ignored() -> None:
     schedule = DeviceSchedule(TRAINER, LIMIT_S)
     schedule.request()
     assert schedule.on_report(report("a", 1, holds=False)) == [], "the list of engines is not there yet"
@@ -109,9 +109,7 @@ def test_what_was_said_to_another_trainer_or_before_the_list_counts_for_nothing(
         (member("trainer/0", 3, "starting", ""), 3, False),
     ],
 )
-def test_memory_is_taken_without_a_word_only_where_nobody_can_train(
-    found: Member | None, last: int, free: bool
-) -> None:
+def test_memory_is_taken_without_a_grant_only_if_nobody_can_train(found: Member | None, last: int, free: bool) -> None:
     assert nobody_trains(found, last) is free
 
 
@@ -301,7 +299,7 @@ def run(seed: int, careless: str = "") -> tuple[str, World]:
     return "", world
 
 
-def test_nobody_shares_the_device_and_nobody_waits_for_ever_whoever_dies_when() -> None:
+def test_the_device_is_never_shared_and_nobody_waits_for_ever() -> None:
     had = {"turns": 0, "free": 0, "out": 0}
     for seed in range(150):
         wrong, world = run(seed)
@@ -312,5 +310,5 @@ def test_nobody_shares_the_device_and_nobody_waits_for_ever_whoever_dies_when() 
 
 
 @pytest.mark.parametrize("careless", ["list", "last"])
-def test_the_world_finds_a_trainer_without_the_list_and_an_engine_that_forgets_its_trainer(careless: str) -> None:
+def test_the_simulation_detects_both_broken_rules(careless: str) -> None:
     assert any(run(seed, careless)[0] for seed in range(400))

@@ -29,7 +29,7 @@ async def driver(conformance_model: Path) -> AsyncIterator[Driver]:
     await engine.close(10.0)
 
 
-async def test_what_ends_the_thread_reaches_its_owner_and_every_call(
+async def test_a_thread_failure_reaches_the_owner_and_every_call(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
@@ -42,7 +42,7 @@ async def test_what_ends_the_thread_reaches_its_owner_and_every_call(
         await driver.engine.pause("too late")
 
 
-async def test_an_owner_that_cannot_take_a_chunk_is_told(conformance_model: Path) -> None:
+async def test_a_failing_sink_ends_the_engine(conformance_model: Path) -> None:
     engine, told = make(conformance_model), asyncio.get_running_loop().create_future()
 
     def sink(_: list[Chunk]) -> None:
@@ -55,9 +55,7 @@ async def test_an_owner_that_cannot_take_a_chunk_is_told(conformance_model: Path
     await engine.close(10.0)
 
 
-async def test_a_boundary_that_does_not_come_is_an_error_in_time(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_missing_token_boundary_times_out(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     held = asyncio.Event()
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(embedded, "BOUNDARY_TIMEOUT_S", 0.05)
@@ -107,7 +105,7 @@ async def test_a_swap_that_fails_ends_the_engine_before_another_token(
     assert driver.engine.load().tokens_generated == held[0]
 
 
-async def test_an_engine_that_does_not_run_takes_no_requests(driver: Driver, conformance_model: Path) -> None:
+async def test_an_ended_engine_accepts_no_requests(driver: Driver, conformance_model: Path) -> None:
     new = make(conformance_model)
     with pytest.raises(EngineEnded, match="not started"):
         new.submit([driver.request([1], 1)])
@@ -116,7 +114,7 @@ async def test_an_engine_that_does_not_run_takes_no_requests(driver: Driver, con
         driver.submit(driver.request([1], 1))
 
 
-async def test_a_fetch_whose_caller_is_gone_keeps_others_out_until_it_has_ended(driver: Driver) -> None:
+async def test_a_cancelled_fetch_holds_the_lock_until_it_ends(driver: Driver) -> None:
     begun, go_on, writes = threading.Event(), threading.Event(), []
 
     def slow() -> None:

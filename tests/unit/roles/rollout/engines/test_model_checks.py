@@ -1,4 +1,4 @@
-"""What is refused of engines once the model is known: rows of dense models, and what SGLang computes otherwise."""
+"""Checks of engines that need the model: rows of dense models, and what SGLang computes differently."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_routing_rows_need_experts(tmp_path: Path) -> None:
     assert "how it routes is not known" in problems(tmp_path, {**MOE, "model_type": "mixtral"}, routing=True)[PATH]
 
 
-def test_the_queue_must_hold_them(tmp_path: Path) -> None:
+def test_the_queue_must_hold_routing_rows(tmp_path: Path) -> None:
     said = problems(tmp_path, {**MOE, "num_hidden_layers": 48, "num_experts_per_tok": 8}, routing=True)
     assert "768 bytes a token, up to 589824 a sample" in said[PATH]
     assert problems(tmp_path, {**MOE, "num_hidden_layers": 48}, capacity_mib=65_536, routing=True) == {}
 
 
-def test_what_sglang_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
+def test_models_that_sglang_computes_differently_are_refused(tmp_path: Path) -> None:
     place = ("roles", "rollout", "engine")
     tied, mixed = {**MOE, "tie_word_embeddings": True}, {**MOE, "mlp_only_layers": [1]}
     assert problems(tmp_path, MOE, engine="sglang", routing=True) == {}
@@ -66,7 +66,7 @@ def test_what_sglang_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
     assert problems(tmp_path, {**tied, "model_type": "qwen3"}, engine="sglang") == {}
 
 
-def test_an_evaluator_on_sglang_is_looked_at_as_well(tmp_path: Path) -> None:
+def test_an_evaluator_on_sglang_is_checked_as_well(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**MOE, "tie_word_embeddings": True}))
     made = config()
     evaluator = EvaluatorSettings.model_validate({"engine": "sglang"})
@@ -82,7 +82,7 @@ def playing(made: RLConfig, **env: Any) -> RLConfig:
     return made
 
 
-def test_rows_of_episodes_must_fit_into_the_messages_that_they_come_by(tmp_path: Path) -> None:
+def test_rows_of_episodes_must_fit_into_messages(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**MOE, "num_hidden_layers": 48, "num_experts_per_tok": 8}))
 
     def said(new: int, **env: Any) -> list[str]:
@@ -100,7 +100,7 @@ def test_rows_of_episodes_must_fit_into_the_messages_that_they_come_by(tmp_path:
     assert "32 MiB at most: sampling.max_new_tokens = 43691 is above 43690" in message
 
 
-def test_rows_of_many_long_episodes_are_worth_a_word(tmp_path: Path) -> None:
+def test_rows_of_many_long_episodes_are_warned_of(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**MOE, "num_hidden_layers": 48, "num_experts_per_tok": 8}))
     # Nor is anything of episodes journaled: what is said of marks does not hold for them.
     assert not list(engine_warnings(playing(config(new=4096, routing=True), max_tokens=8192), tmp_path))
@@ -109,7 +109,7 @@ def test_rows_of_many_long_episodes_are_worth_a_word(tmp_path: Path) -> None:
     assert not list(engine_warnings(playing(config(), max_tokens=8192, episodes_in_flight=512), tmp_path))
 
 
-def test_what_the_journal_has_no_room_for_is_said(tmp_path: Path) -> None:
+def test_a_journal_without_room_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**MOE, "num_hidden_layers": 48, "num_experts_per_tok": 8}))
     (said,) = engine_warnings(config(new=4096, routing=True), tmp_path)
     assert "keeps the first 2702 tokens" in said

@@ -1,4 +1,4 @@
-"""What prompts that begin alike save: positions that go through the model, counted."""
+"""Prompts with a common prefix: positions that go through the model, counted."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def driver(conformance_model: Path, positions: int) -> AsyncIterator[Drive
     await engine.close(10.0)
 
 
-async def test_a_groups_prompt_is_computed_once_and_of_the_next_what_is_not_in_common(
+async def test_a_prompt_is_computed_once_and_prefixes_are_shared(
     driver: Driver, counted: Counted, positions: int
 ) -> None:
     prompt, other = [*range(20, 84)], [*range(20, 52), *range(90, 118), 7, 8, 9, 10]
@@ -87,7 +87,7 @@ async def test_a_groups_prompt_is_computed_once_and_of_the_next_what_is_not_in_c
     assert await made(prompt, 2) == 64, "what older weights computed is of no use"
 
 
-async def test_what_is_resumed_shares_its_prompt_and_computes_its_own_tokens(driver: Driver, counted: Counted) -> None:
+async def test_resumed_members_share_their_prompt(driver: Driver, counted: Counted) -> None:
     prompt = [*range(20, 84)]
     asked, source = driver.request(prompt, 4, new=200, stop_ids=NEVER), driver.source()
     driver.submit(asked)

@@ -1,4 +1,4 @@
-"""Both sides of the turns over a real registry's account: deaths at each step, calls that fail, engines that hang."""
+"""Both sides of time slicing over a real registry core: deaths at each step, failing calls, hanging engines."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ async def until(what: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_turns_go_to_and_fro(run: Run) -> None:
+async def test_the_device_alternates(run: Run) -> None:
     trainer, a, b = run.start(), run.engine("rollout/0"), run.engine("rollout/1")
     await until(lambda: a.holds and b.holds)
     for _ in range(3):
@@ -195,7 +195,7 @@ async def test_turns_go_to_and_fro(run: Run) -> None:
     assert a.ctx.events.count("engine_released") == a.ctx.events.count("engine_resumed") == 3
 
 
-async def test_an_engine_that_starts_in_the_trainers_turn_waits(run: Run) -> None:
+async def test_an_engine_that_starts_during_training_waits(run: Run) -> None:
     trainer = run.start()
     async with run.turn_of(trainer):
         late = run.engine("rollout/0")
@@ -214,7 +214,7 @@ async def test_engines_need_no_trainer_that_is_not_there_yet(run: Run) -> None:
         assert not first.holds and not second.holds
 
 
-async def test_a_trainer_that_dies_in_its_turn_gives_it_back_and_its_successor_has_turns(run: Run) -> None:
+async def test_a_trainers_death_frees_the_device_for_engines_and_successor(run: Run) -> None:
     trainer, engine = run.start(), run.engine("rollout/0")
     await until(lambda: engine.holds)
 
@@ -231,7 +231,7 @@ async def test_a_trainer_that_dies_in_its_turn_gives_it_back_and_its_successor_h
     await until(lambda: engine.holds)
 
 
-async def test_a_trainer_that_dies_while_engines_give_way_leaves_them_serving(run: Run) -> None:
+async def test_a_trainers_death_during_the_release_leaves_engines_serving(run: Run) -> None:
     trainer, engine = run.start(), run.engine("rollout/0", leave_s=0.2)
     await until(lambda: engine.holds)
     task = asyncio.create_task(run.turn_of(trainer).__aenter__())
@@ -241,7 +241,7 @@ async def test_a_trainer_that_dies_while_engines_give_way_leaves_them_serving(ru
     assert engine.holds
 
 
-async def test_a_trainer_that_is_stopped_keeps_its_turn_until_it_is_dead(run: Run) -> None:
+async def test_a_suspended_trainer_keeps_the_device_until_it_is_dead(run: Run) -> None:
     trainer, engine = run.start(), run.engine("rollout/0")
     await until(lambda: engine.holds)
     async with run.turn_of(trainer):
@@ -284,7 +284,7 @@ async def _engine_dies(when: str) -> None:
         engine.task.cancel()
 
 
-async def test_an_engine_that_does_not_give_way_ends_and_the_trainer_does_not_wait_for_ever(run: Run) -> None:
+async def test_an_engine_that_does_not_release_ends(run: Run) -> None:
     trainer, stuck = run.start(), run.engine("rollout/0", leave_s=3600.0, limit_s=0.2)
     await until(lambda: stuck.holds)
     async with run.turn_of(trainer) as without:
@@ -294,7 +294,7 @@ async def test_an_engine_that_does_not_give_way_ends_and_the_trainer_does_not_wa
         await stuck.task
 
 
-async def test_a_trainer_that_gives_up_waiting_leaves_the_engines_serving(run: Run) -> None:
+async def test_a_cancelled_request_leaves_the_engines_serving(run: Run) -> None:
     trainer, engine = run.start(), run.engine("rollout/0", leave_s=0.2)
     await until(lambda: engine.holds)
     task = asyncio.create_task(run.turn_of(trainer).__aenter__())
@@ -308,7 +308,7 @@ async def test_a_trainer_that_gives_up_waiting_leaves_the_engines_serving(run: R
         assert not engine.holds
 
 
-async def test_a_gate_lets_what_was_begun_end_and_nothing_begin() -> None:
+async def test_a_closed_gate_lets_running_work_end_and_none_begin() -> None:
     gate, order = MemoryGate(), []
 
     async def work(name: str, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The verdict of the soak over engines: sound records pass, and each kind of lie is found."""
+"""The checker of the engine soak: sound records pass, and each kind of false record is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak over engines sees what an engine computes with: half-loaded weights are found, whichever way they came."""
+"""The engine soak checks the weights in use: half-loaded ones are detected for every transport."""
 
 from __future__ import annotations
 

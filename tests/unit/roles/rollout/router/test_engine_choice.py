@@ -1,4 +1,4 @@
-"""Which engine gets a request, against a choice made by looking at all of them."""
+"""The choice of an engine, against a naive choice."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ needs = st.builds(
 
 
 @given(needs, fleets, st.randoms())
-def test_the_same_facts_give_the_same_choice_in_any_order(
-    need: Demand, fleet: list[Candidate], dice: random.Random
-) -> None:
+def test_the_choice_is_deterministic_in_any_order(need: Demand, fleet: list[Candidate], dice: random.Random) -> None:
     chosen = choose(need, fleet)
     mixed = list(fleet)
     dice.shuffle(mixed)
@@ -31,7 +29,7 @@ def test_the_same_facts_give_the_same_choice_in_any_order(
 
 
 @given(needs, fleets)
-def test_without_affinity_the_emptiest_by_what_counts(need: Demand, fleet: list[Candidate]) -> None:
+def test_without_affinity_the_least_loaded_engine_is_chosen(need: Demand, fleet: list[Candidate]) -> None:
     chosen = next(c for c in fleet if c.slot == choose(need, fleet))
     if need.long:
         assert all((chosen.longs, chosen.outstanding) <= (c.longs, c.outstanding) for c in fleet)
@@ -53,7 +51,7 @@ def test_affinity_is_kept_up_to_the_load_limit(need: Demand, fleet: list[Candida
         assert choose(need, fleet) == choose(Demand(need.name, need.expected), fleet)
 
 
-def test_a_slot_that_goes_moves_only_what_was_its_own() -> None:
+def test_a_removed_slot_moves_only_its_own_keys() -> None:
     keys = [f"session {n}" for n in range(300)]
     before = {key: choose(Demand("", 1, key), [Candidate(f"rollout/{n}", 0) for n in range(5)]) for key in keys}
     after = {key: choose(Demand("", 1, key), [Candidate(f"rollout/{n}", 0) for n in range(4)]) for key in keys}
@@ -76,11 +74,11 @@ def longest_pile(*, aware: bool) -> int:
     return max(longs.values()) - min(longs.values())
 
 
-def test_long_sequences_are_spread_evenly_and_would_not_be_otherwise() -> None:
+def test_long_sequences_are_spread_evenly() -> None:
     assert longest_pile(aware=True) <= 1 < longest_pile(aware=False)
 
 
-def test_long_is_what_is_long_among_its_like() -> None:
+def test_a_request_is_long_relative_to_recent_ones() -> None:
     lengths = LengthAverage()
     assert not any(lengths.is_long(1000) for _ in range(50)), "all alike: none is long"
     assert lengths.is_long(2500)
@@ -93,5 +91,5 @@ def test_long_is_what_is_long_among_its_like() -> None:
     assert statistics.fmean(seen) * core.LONG_FACTOR < 2000
 
 
-def test_prefixes_are_alike_by_their_first_tokens() -> None:
+def test_prefix_keys_depend_on_the_first_tokens() -> None:
     assert prefix_key(range(64)) == prefix_key(range(100)) != prefix_key(range(1, 65))

@@ -1,4 +1,4 @@
-"""The router's core by itself: who is sent when there is room, and what each event costs while many wait."""
+"""The router's core alone: the order of assignments, and the cost of events while many requests wait."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def lines_of(event: Any) -> int:
 
 
 @pytest.mark.parametrize("lags", [(0,), (0, 1, 2)])
-def test_a_piece_costs_the_same_however_many_wait(lags: tuple[int, ...]) -> None:
+def test_an_update_costs_the_same_however_many_wait(lags: tuple[int, ...]) -> None:
     costs = []
     for waiting in (6, 600):
         core, running = fleet_of(waiting, lags=lags)
@@ -77,7 +77,7 @@ def test_a_piece_costs_the_same_however_many_wait(lags: tuple[int, ...]) -> None
     assert costs[0] == costs[1]
 
 
-def test_room_goes_to_the_oldest_that_may_have_it_whatever_their_lags() -> None:
+def test_room_goes_to_the_oldest_eligible_request() -> None:
     core = RouterCore(RouterLimits())
     core.on_members(0.0, [EngineEntry("rollout/0", 1, "ready", 1, 0)], RECORDS)
     core.on_report(0.0, "rollout/0", report(version=1, room=0))
@@ -89,7 +89,7 @@ def test_room_goes_to_the_oldest_that_may_have_it_whatever_their_lags() -> None:
     assert sent(core.on_report(0.2, "rollout/0", report(generated=3, room=9))) == [numbers[0], numbers[2], numbers[4]]
 
 
-def test_one_that_is_late_says_what_it_waited_for() -> None:
+def test_a_late_request_says_what_it_waited_for() -> None:
     core, _ = fleet_of(1)
     (end,) = [a for a in core.tick(400.0) if getattr(a, "number", 0) == 2]
     assert "it waited for an engine at version 2: rollout/0 is" in end.outcome.why  # type: ignore[union-attr]

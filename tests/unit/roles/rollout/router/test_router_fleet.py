@@ -1,4 +1,4 @@
-"""Health and currency of engines: against what a history says when it is read naively."""
+"""Health and versions of engines, against a naive evaluation of their history."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ def trees(draw: st.DrawFn) -> list[VersionRecord]:
 
 
 @given(trees(), st.randoms())
-def test_lag_is_the_distance_on_the_tree_however_the_versions_became_known(
-    records: list[VersionRecord], dice: random.Random
-) -> None:
+def test_lag_is_the_distance_in_the_version_tree(records: list[VersionRecord], dice: random.Random) -> None:
     fleet, by_number = Fleet(), {r.version: r for r in records}
     # The newest alone, as when the registry does not tell the others in time; then all, in any order.
     fleet.on_committed(records[-1:])
@@ -67,7 +65,7 @@ def test_lag_is_the_distance_on_the_tree_however_the_versions_became_known(
 
 
 @pytest.mark.parametrize("all_each_time", [False, True])
-def test_of_a_long_run_only_the_newest_versions_are_remembered(all_each_time: bool) -> None:
+def test_only_the_newest_versions_are_kept(all_each_time: bool) -> None:
     """And their distances are what they are, roll-backs among them, though the registry tells all there ever were."""
     fleet, dice, sizes = Fleet(), random.Random(5), list[int]()
     records: list[VersionRecord] = []
@@ -235,7 +233,7 @@ def test_the_whole_round() -> None:
     assert fleet.health(SLOT) == "healthy"
 
 
-def test_an_engine_that_makes_nothing_is_doubted_and_gets_one_sequence_when_it_is_idle() -> None:
+def test_a_stuck_engine_is_suspect_and_gets_one_trial_sequence() -> None:
     fleet = Fleet(PATIENCE)
     ready(fleet)
     for n in range(2):
@@ -258,7 +256,7 @@ def test_an_engine_that_makes_nothing_is_doubted_and_gets_one_sequence_when_it_i
     assert fleet.room(9.0, SLOT, 8) == 4, "it works"
 
 
-def test_one_that_says_why_it_makes_nothing_is_given_more_time() -> None:
+def test_a_paused_engine_has_more_time() -> None:
     fleet = Fleet(PATIENCE)
     ready(fleet)
     fleet.assign(0.0, SLOT, 1)
@@ -269,7 +267,7 @@ def test_one_that_says_why_it_makes_nothing_is_given_more_time() -> None:
     assert "swapping to version 2" in fleet.why_revoke(SLOT, 1)
 
 
-def test_what_is_on_its_way_takes_its_room_until_the_engine_counts_it() -> None:
+def test_unacknowledged_sequences_take_room() -> None:
     fleet = Fleet(PATIENCE)
     ready(fleet)
     fleet.on_report(0.0, SLOT, sign(1, room=4))

@@ -1,4 +1,4 @@
-"""One request's life, driven by anything that engines, callers and clocks may do, against a naive account of it."""
+"""The life of one request under arbitrary events, against a naive model."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_late_outcome_says_what_it_waited_for() -> None:
         ({"stop_ids": frozenset({1 << 40})}, "token"),
     ],
 )
-def test_what_no_engine_samples_with_is_refused_before_one_sees_it(change: dict[str, object], match: str) -> None:
+def test_invalid_sampling_is_refused_before_an_engine_is_asked(change: dict[str, object], match: str) -> None:
     values: dict[str, object] = {"prompt": (1,), "max_new_tokens": 4} | change
     with pytest.raises(Refused, match=match):
         GenerationRequest(**values)  # type: ignore[arg-type]
@@ -166,7 +166,7 @@ def test_what_no_engine_samples_with_is_refused_before_one_sees_it(change: dict[
             msgspec.convert(wire, SequenceRequest)
 
 
-def test_what_no_engine_takes_and_what_only_lacks_time_are_told_apart() -> None:
+def test_refused_and_slow_outcomes_differ() -> None:
     wanted = GenerationRequest(prompt=(1,), max_new_tokens=4, timeout_s=2.0)
     refused, slow, waiting = (RequestState(1, wanted, 0.0, LOSSES) for _ in range(3))
     refused.refuse("its context is 8 tokens")
@@ -176,7 +176,7 @@ def test_what_no_engine_takes_and_what_only_lacks_time_are_told_apart() -> None:
     assert [(end.kind, end.slow) for end in ends] == [("refused", False), ("late", True), ("late", False)]
 
 
-def test_routing_rows_are_taken_with_their_tokens_and_kept_when_another_engine_goes_on() -> None:
+def test_routing_rows_are_kept_when_another_engine_resumes() -> None:
     life = RequestState(1, GenerationRequest(prompt=(1, 2, 3), max_new_tokens=4, routing=True), 0.0, LOSSES)
     life.assign(0.0, "rollout/0", 1)
     prompt = {"prompt_routing": b"ppqq"}
@@ -199,7 +199,7 @@ def test_routing_rows_are_taken_with_their_tokens_and_kept_when_another_engine_g
     assert (life.outcome.routing, life.outcome.prompt_routing) == (b"aabbccdd", b"PPQQ")
 
 
-def test_rows_of_a_prompt_are_told_from_where_they_are_wanted() -> None:
+def test_rows_of_a_prompt_start_at_the_requested_position() -> None:
     life = RequestState(
         1, GenerationRequest(prompt=(1, 2, 3, 4), max_new_tokens=2, routing=True, rows_from=2), 0.0, LOSSES
     )

@@ -1,4 +1,4 @@
-"""The router over real sockets: engines die, hang, stop and lag; callers leave; each request has one outcome."""
+"""The router over real sockets: engines die, hang, stop and lag; callers disconnect; each request has one outcome."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from router_far_end import FleetOfTests, Rollout, fleet, token
 
-from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Router, RouterLimits
+from relax_rt.roles.rollout.router import GenerationRequest, NotGenerated, Router, RouterEnded, RouterLimits
 from relax_rt.roles.rollout.router import router as router_module
 from relax_rt.roles.rollout.router.fleet import HealthLimits
 from relax_rt.transport.rpc.errors import Refused
@@ -40,7 +40,7 @@ async def eventually(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_requests_are_spread_and_done(run: FleetOfTests) -> None:
+async def test_requests_are_distributed_and_done(run: FleetOfTests) -> None:
     one, two = await Rollout(run, "rollout/0").begin(), await Rollout(run, "rollout/1").begin()
     async with Router(run, limits=LIMITS) as router:
         outcomes = await asyncio.gather(*(router.generate(wanted(seed=n)) for n in range(10)))
@@ -56,7 +56,7 @@ async def test_requests_are_spread_and_done(run: FleetOfTests) -> None:
         ]
 
 
-async def test_a_sequence_goes_on_elsewhere_with_its_tokens(run: FleetOfTests) -> None:
+async def test_a_sequence_moves_with_its_tokens(run: FleetOfTests) -> None:
     first = await Rollout(run, "rollout/0").begin()
     async with Router(run, limits=LIMITS) as router:
         parts: list[int] = []
@@ -77,7 +77,7 @@ async def test_a_sequence_goes_on_elsewhere_with_its_tokens(run: FleetOfTests) -
         assert router.core.fleet.health("rollout/0") == "dead"
 
 
-async def test_one_that_hangs_loses_its_sequences_and_hears_that_they_are_over(run: FleetOfTests) -> None:
+async def test_a_hanging_engine_loses_its_sequences_and_gets_the_cancellation(run: FleetOfTests) -> None:
     first = await Rollout(run, "rollout/0").begin()
     async with Router(run, limits=LIMITS) as router:
         asked = asyncio.create_task(router.generate(wanted(60)))
@@ -90,7 +90,7 @@ async def test_one_that_hangs_loses_its_sequences_and_hears_that_they_are_over(r
         assert first.engine.aborted, "it was not told"
 
 
-async def test_only_engines_at_an_allowed_version_are_sent_to(run: FleetOfTests) -> None:
+async def test_only_engines_at_an_allowed_version_get_requests(run: FleetOfTests) -> None:
     old = await Rollout(run, "rollout/0").begin()
     async with Router(run, limits=LIMITS) as router:
         await router.generate(wanted())
@@ -106,7 +106,7 @@ async def test_only_engines_at_an_allowed_version_are_sent_to(run: FleetOfTests)
         assert {span.version for span in (await asked).versions} == {version}
 
 
-async def test_an_engine_refuses_by_its_own_word_what_the_router_does_not_know_yet(run: FleetOfTests) -> None:
+async def test_an_engine_rejects_by_its_own_version(run: FleetOfTests) -> None:
     """A new incarnation answers at the old one's address, without weights."""
     first = await Rollout(run, "rollout/0").begin()
     # Nothing tells the router in time: the registry's news is late, and it is not the time for a probe.
@@ -125,7 +125,7 @@ async def test_an_engine_refuses_by_its_own_word_what_the_router_does_not_know_y
         assert (await asked).engines == [str(again.who)]
 
 
-async def test_who_leaves_has_the_sequence_ended(run: FleetOfTests) -> None:
+async def test_a_cancelled_caller_ends_its_sequence(run: FleetOfTests) -> None:
     one = await Rollout(run, "rollout/0").begin()
     async with Router(run, limits=LIMITS) as router:
         asked = asyncio.create_task(router.generate(wanted(10_000)))
@@ -142,7 +142,7 @@ async def test_who_leaves_has_the_sequence_ended(run: FleetOfTests) -> None:
         assert counts["cancelled"] == 2 and not router.core.requests
 
 
-async def test_a_late_one_says_what_it_waited_for_and_keeps_its_tokens(run: FleetOfTests) -> None:
+async def test_a_late_request_keeps_its_tokens(run: FleetOfTests) -> None:
     one = await Rollout(run, "rollout/0").begin()
     async with Router(run, limits=LIMITS) as router:
         # So that the way to it is known, and the time goes into tokens.
@@ -157,7 +157,7 @@ async def test_a_late_one_says_what_it_waited_for_and_keeps_its_tokens(run: Flee
             await router.generate(GenerationRequest(prompt=(1,), max_new_tokens=5, timeout_s=0.3))
 
 
-async def test_one_that_stops_hands_over_without_a_loss(run: FleetOfTests) -> None:
+async def test_a_stopping_engine_hands_over_without_a_loss(run: FleetOfTests) -> None:
     first = await Rollout(run, "rollout/0").begin()
     async with Router(run, limits=LIMITS) as router:
         asked = asyncio.create_task(router.generate(wanted(80)))
@@ -169,7 +169,7 @@ async def test_one_that_stops_hands_over_without_a_loss(run: FleetOfTests) -> No
         assert counts["rejected_stopping"] >= 1 and not counts.get("lost")
 
 
-async def test_a_full_engine_is_not_sent_more_and_nothing_is_lost(run: FleetOfTests) -> None:
+async def test_a_full_engine_gets_no_more_and_nothing_is_lost(run: FleetOfTests) -> None:
     one = await Rollout(run, "rollout/0", room=3).begin()
     async with Router(run, limits=LIMITS) as router:
         peak = 0
@@ -183,7 +183,7 @@ async def test_a_full_engine_is_not_sent_more_and_nothing_is_lost(run: FleetOfTe
         assert router.statistics().counts.get("rejected_full", 0) <= RouterLimits().first_room - 3
 
 
-async def test_what_no_engine_can_do_fails_at_once(run: FleetOfTests) -> None:
+async def test_an_impossible_request_fails_at_once(run: FleetOfTests) -> None:
     one = await Rollout(run, "rollout/0").begin()
 
     def refuse(requests: Any) -> None:
@@ -198,7 +198,7 @@ async def test_what_no_engine_can_do_fails_at_once(run: FleetOfTests) -> None:
         assert router.core.fleet.health("rollout/0") == "healthy"
 
 
-async def test_a_registry_that_is_away_costs_only_news(run: FleetOfTests, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_continue_without_the_registry(run: FleetOfTests, monkeypatch: pytest.MonkeyPatch) -> None:
     await Rollout(run, "rollout/0").begin()
     async with Router(run, limits=LIMITS) as router:
         await router.generate(wanted())
@@ -210,7 +210,7 @@ async def test_a_registry_that_is_away_costs_only_news(run: FleetOfTests, monkey
         assert (await router.generate(wanted())).tokens == right()
 
 
-async def test_a_router_that_ends_leaves_nobody_waiting(run: FleetOfTests) -> None:
+async def test_a_router_that_ends_cancels_its_callers(run: FleetOfTests) -> None:
     one = await Rollout(run, "rollout/0").begin()
     async with Router(run, limits=LIMITS) as router:
         asked = asyncio.create_task(router.generate(wanted(10_000)))
@@ -220,7 +220,9 @@ async def test_a_router_that_ends_leaves_nobody_waiting(run: FleetOfTests) -> No
     await eventually(lambda: not one.engine.running)
 
 
-async def test_a_background_job_that_fails_once_goes_on(run: FleetOfTests, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_background_job_that_fails_once_is_restarted(
+    run: FleetOfTests, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(router_module, "RETRY_S", 0.01)
     async with Router(run, limits=LIMITS) as router:
         for name in ("on_members", "tick"):
@@ -261,3 +263,33 @@ async def test_a_background_job_that_fails_for_good_fails_its_callers(
                 await asyncio.wait_for(task, 120)
         with pytest.raises(Refused, match="make a new router"):
             await router.generate(wanted())
+
+
+WANTED = GenerationRequest(prompt=(1, 2, 3), seed=5, max_new_tokens=20, chunk_tokens=2, timeout_s=60.0)
+
+
+async def test_a_retry_after_the_routers_end_is_refused(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    async def insist(router: Router) -> None:
+        while True:
+            try:
+                await router.generate(WANTED)
+            except NotGenerated:
+                told.append("cancelled")
+
+    async with fleet(tmp_path) as run, asyncio.timeout(120):
+        router = Router(run)
+        async with router:
+            # There is no engine: it waits.
+            insisting = asyncio.create_task(insist(router))
+            await asyncio.sleep(0)
+        with pytest.raises(RouterEnded, match=r"its `async with` has ended \(ask within"):
+            await insisting
+        assert told == ["cancelled"]
+        with pytest.raises(RouterEnded, match="has ended"):
+            await router.generate(WANTED)
+        run.commit()
+        await Rollout(run, "rollout/0").begin()
+        async with router:
+            assert (await router.generate(WANTED)).kind == "done"

@@ -9,6 +9,8 @@ import torch
 
 from relax_rt.roles.base.sample import Sample, SampleMeta, TurnSpan
 from relax_rt.roles.training.algorithms.inputs import AdvantageInputs, TokenTensors, Trajectory
+from relax_rt.roles.training.algorithms.registry import BoundPart, bind
+from relax_rt.transport.rpc.errors import Refused
 
 
 def sample(
@@ -85,4 +87,16 @@ def tokens(lengths: list[int], *, seed: int = 0, spread: float = 0.3, groups: li
         entropy=torch.rand(m, generator=generator, dtype=torch.float64),
     )
     found.logprobs.requires_grad_()
+    return found
+
+
+def bound(kind: Any, given: Any, **defaults: Any) -> BoundPart:
+    """A part by name.
+
+    Raises:
+        Refused: there is none of that name, or its options are wrong.
+    """
+    found = bind(kind, given, ("algorithm", kind), defaults=defaults)
+    if isinstance(found, list):
+        raise Refused(f"algorithm.{kind}", why="; ".join(p.message for p in found), hint=found[0].hint)
     return found

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from algorithm_samples import sample, trajectories
+from algorithm_samples import bound, sample, trajectories
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.roles.base.sample import TurnSpan
 from relax_rt.roles.training.algorithms.advantages import EPS, GaeOptions, estimate, estimates, token_rewards
 from relax_rt.roles.training.algorithms.inputs import AdvantageInputs, Trajectory, trajectory
-from relax_rt.roles.training.algorithms.registry import bound
 from relax_rt.transport.rpc.errors import Refused
 
 FOUR = ((0, 1.0, 2), (0, 0.0, 1), (1, 3.0, 1), (1, 0.0, 2), (1, 0.0, 3))

@@ -7,13 +7,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from algorithm_samples import sample
+from algorithm_samples import bound, sample
 
 from relax_rt.roles.base.sample import Sample, TurnSpan
 from relax_rt.roles.training.algorithms.advantages import GaeOptions, estimates
 from relax_rt.roles.training.algorithms.inputs import AdvantageInputs, Trajectory, trajectory
 from relax_rt.roles.training.algorithms.objective import Objective
-from relax_rt.roles.training.algorithms.registry import bound
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.rpc.errors import Refused
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from algorithm_samples import bound
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.roles.training.algorithms.filters import FilteredGroup, RefillPolicy, ScoredGroup
 from relax_rt.roles.training.algorithms.prompt_history import PromptHistory
-from relax_rt.roles.training.algorithms.registry import BoundPart, bind, bound, part
+from relax_rt.roles.training.algorithms.registry import BoundPart, bind, part
 from relax_rt.roles.training.algorithms.samplers import PromptSampler, uniform
 from relax_rt.roles.training.algorithms.settings import RefillOptions
 from relax_rt.transport.rpc.errors import Refused
@@ -160,12 +161,7 @@ def test_dynamic_sampling_goes_on_from_a_checkpoint() -> None:
 
 
 def sampler(rule: Any, history: PromptHistory, seed: int = 0) -> PromptSampler:
-    chosen = None if rule is None else bound("sampler", rule)
-    return PromptSampler(chosen, ITEMS, lambda i: i % len(ITEMS), seed=seed, history=history)
-
-
-def test_without_a_rule_prompts_come_in_the_runs_order() -> None:
-    assert [sampler(None, PromptHistory()).choose(i, 0) for i in (0, 49, 50)] == [0, 49, 0]
+    return PromptSampler(bound("sampler", rule), ITEMS, lambda i: i % len(ITEMS), seed=seed, history=history)
 
 
 def test_draws_are_even_and_their_own_by_seed_index_and_number() -> None:
@@ -196,21 +192,6 @@ def test_replay_gives_rare_successes_a_share() -> None:
     late = sampler(rule, history)
     replayed = sum(late.choose(i, 6) == 7 for i in range(1000) if i % 50 != 7)
     assert 230 < replayed < 360
-
-
-def test_a_choice_stands_whatever_is_learned_later_and_over_a_checkpoint() -> None:
-    history = PromptHistory()
-    before = sampler("curriculum", history)
-    chosen = [before.choose(i, 0) for i in range(40)]
-    for item in ITEMS:
-        history.record(item, [0.0] * 4, step=1)
-    resumed = sampler("curriculum", history)
-    resumed.restore(json.loads(json.dumps(before.state())))
-    assert [before.choose(i, 9) for i in range(40)] == [resumed.choose(i, 9) for i in range(40)] == chosen
-    before.forget(39)
-    assert list(before.state()["chosen"]) == ["39"]
-    with pytest.raises(Refused, match="prompt choices of a checkpoint"):
-        resumed.restore({"chosen": 3})
 
 
 def test_a_users_sampler_that_chooses_no_prompt_is_refused() -> None:

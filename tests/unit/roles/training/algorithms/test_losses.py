@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from algorithm_samples import tokens
+from algorithm_samples import bound, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.roles.training.algorithms.advantages import value_loss
 from relax_rt.roles.training.algorithms.inputs import TokenTensors
 from relax_rt.roles.training.algorithms.losses import outliers
-from relax_rt.roles.training.algorithms.registry import bound
 
 LENGTHS = [3, 1, 4, 2]
 MANY = [6, 1, 9, 5, 8, 7]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from algorithm_samples import sample, tokens
+from algorithm_samples import bound, sample, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +17,7 @@ from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.training.algorithms.advantages import apply_truncation, group_advantages
 from relax_rt.roles.training.algorithms.inputs import TokenTensors, merge
 from relax_rt.roles.training.algorithms.objective import Objective
-from relax_rt.roles.training.algorithms.registry import UserPartFailed, bound, parts
+from relax_rt.roles.training.algorithms.registry import UserPartFailed, parts
 from relax_rt.roles.training.algorithms.settings import PRESETS, AlgorithmTable
 from relax_rt.transport.rpc.errors import Refused
 

@@ -28,7 +28,7 @@ from relax_rt.transport.queue.ledger.machine import load_samplers
 from relax_rt.transport.queue.ledger.messages import GroupsPut, LeaseGrant, LeaseRequest, RowPut, SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits, SamplerSpec
 from relax_rt.transport.queue.ledger.selection import Selection, Unit
-from relax_rt.transport.queue.samplers.loading import load_sampler
+from relax_rt.transport.queue.samplers.builtin import load_sampler
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 

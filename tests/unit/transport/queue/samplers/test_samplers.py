@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from relax_rt.transport.queue.ledger.messages import LeaseRequest, SampleKey
 from relax_rt.transport.queue.ledger.selection import BatchSampler, Selection, Unit, choose, choose_urgent_first
-from relax_rt.transport.queue.samplers.builtin import SAMPLERS
-from relax_rt.transport.queue.samplers.loading import load_sampler
+from relax_rt.transport.queue.samplers.builtin import SAMPLERS, load_sampler
 from relax_rt.transport.rpc.errors import Refused
 
 KINDS: list[tuple[str, dict[str, Any]]] = [

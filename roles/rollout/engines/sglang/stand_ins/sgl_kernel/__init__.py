@@ -1,6 +1,6 @@
-"""Stands in for sgl_kernel: SGLang takes torch's own operators where a kernel is missing.
+"""Stand-in for sgl_kernel: SGLang uses torch's own operators where a kernel is missing.
 
-One is written here, in torch: the hash from which seeded sampling draws.
+One is implemented here, in torch: the hash of seeded sampling.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOW = 0xFFFFFFFF
 
 
 class _Operators(_OpNamespace):
-    """torch.ops.sgl_kernel: names of CPU operators are there, so that they can be imported, and fail when called."""
+    """torch.ops.sgl_kernel: CPU operators can be imported, and fail when called."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "murmur_hash32_cpu":
@@ -57,7 +57,7 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Te
     state = _mixed(state[:, None], columns.to(torch.int64)[None] & LOW) ^ 16
     state = ((state ^ (state >> 16)) * 0x85EBCA6B) & LOW
     state = ((state ^ (state >> 13)) * 0xC2B2AE35) & LOW
-    # Values above 2^31 are the same bits as an int32 would have.
+    # Values above 2^31 have the same bits as an int32.
     return (state ^ (state >> 16)).to(torch.uint32)
 
 

@@ -1,4 +1,4 @@
-"""Stands in for Triton: kernels are defined and never launched."""
+"""Stand-in for Triton: kernels are defined and never launched."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ make_absent(__name__, decorates=True)
 
 
 def jit(function: Any = None, **_: Any) -> Any:
-    """A kernel stays the function that it is written as."""
+    """Return the kernel's Python function."""
     return function if function is not None else lambda decorated: decorated
 
 
 def autotune(*_: Any, **__: Any) -> Callable[[Any], Any]:
-    """There is nothing to tune."""
+    """Return the kernel as it is."""
     return lambda decorated: decorated
 
 

@@ -1,4 +1,4 @@
-"""Requests to a server that ends connections: idle ones, ones in use, all; and streams of events of any size."""
+"""The client of a server that closes connections (idle, in use, all), and streams of events of any size."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def ask_twice(between_s: float, path: str = "/weights_checker", server: Se
     return server
 
 
-async def test_an_idle_connection_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_connection_is_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert client.IDLE_S < UVICORN_S / 2
     monkeypatch.setattr(client, "IDLE_S", 0.05)
     assert (await ask_twice(0.2)).connections == 2
@@ -97,18 +97,18 @@ async def test_a_connection_in_use_is_kept() -> None:
     assert (await ask_twice(0.0)).connections == 1
 
 
-async def test_a_call_whose_kept_connection_breaks_is_made_again_on_another() -> None:
+async def test_an_idempotent_call_is_repeated_on_a_new_connection() -> None:
     server = await ask_twice(0.0, server=Server(takes=1))
     assert (server.asked, server.connections) == (3, 2)
 
 
-async def test_a_call_that_may_not_be_made_twice_never_has_a_connection_that_may_break() -> None:
+async def test_other_calls_always_have_a_new_connection() -> None:
     server = await ask_twice(0.0, "/release_memory_occupation", Server(takes=1))
     assert (server.asked, server.connections) == (2, 2)
 
 
 @pytest.mark.parametrize(("path", "asked"), [("/weights_checker", 2), ("/release_memory_occupation", 1)])
-async def test_a_server_that_ends_every_connection_is_told(path: str, asked: int) -> None:
+async def test_a_server_that_closes_every_connection_is_unreachable(path: str, asked: int) -> None:
     server = Server(takes=0)
     async with talking_to(server) as http:
         with pytest.raises(Unreachable, match=path):
@@ -121,7 +121,7 @@ def event(name: str, rows: str = "") -> bytes:
 
 
 @pytest.mark.parametrize("large", [1, 1 << 20])
-async def test_events_are_whole_however_they_arrive(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_are_complete_however_they_are_split(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "LARGE_BYTES", large)
     threads: set[int] = set()
     events_of = client._events_of

@@ -1,4 +1,4 @@
-"""The engine over a server that is played: what it takes for its own doing, what it gives up for, what it leaves."""
+"""The engine over a fake server: requested and unrequested ends, failures, pauses, swaps and memory."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ async def until(condition: Callable[[], bool], limit_s: float = 120) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_requests_are_held_to_what_the_server_says_it_takes(tmp_path: Path) -> None:
+async def test_requests_are_bounded_by_the_servers_limits(tmp_path: Path) -> None:
     assert await FakeClient(tmp_path).limits(1.0) == Limits(longest=64, kv_tokens=200, running=3)
     narrow = FakeClient(tmp_path)
     narrow.call = lambda *_, **__: asyncio.sleep(0, INFO | {"max_total_num_tokens": 40})  # type: ignore[assignment]
@@ -233,7 +233,7 @@ async def test_requests_are_held_to_what_the_server_says_it_takes(tmp_path: Path
         ({"end": "stop"}, r"ended it \(stop\) at 0 of 10"),
     ],
 )
-async def test_an_end_that_we_did_not_ask_for_is_an_error(tmp_path: Path, said: dict[str, Any], why: str) -> None:
+async def test_an_unrequested_end_is_an_error(tmp_path: Path, said: dict[str, Any], why: str) -> None:
     async with rig(tmp_path) as one:
         await one.begin()
         one.client.say(one.client.rid, **said)
@@ -245,7 +245,7 @@ async def test_an_end_that_we_did_not_ask_for_is_an_error(tmp_path: Path, said: 
             one.engine.submit([])
 
 
-async def test_an_end_that_we_asked_for_is_none(tmp_path: Path) -> None:
+async def test_a_requested_end_is_no_error(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         await one.begin()
         one.client.say(one.client.rid, (4,))
@@ -272,7 +272,7 @@ async def test_a_sink_that_fails_ends_the_engine(tmp_path: Path) -> None:
         await until(lambda: isinstance(one.failure, KeyError))
 
 
-async def test_what_nobody_foresaw_ends_the_engine(tmp_path: Path) -> None:
+async def test_an_unexpected_error_ends_the_engine(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         one.client.generate = lambda body: 1 / 0  # type: ignore[assignment, return-value, method-assign]
         with pytest.raises(TimeoutError):
@@ -281,7 +281,7 @@ async def test_what_nobody_foresaw_ends_the_engine(tmp_path: Path) -> None:
         await until(lambda: isinstance(one.failure, ZeroDivisionError))
 
 
-async def test_one_that_is_silent_while_others_go_on_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_sequence_among_others_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "WATCH_EVERY_S", 0.02)
     async with rig(tmp_path) as one:
         await one.begin(2, new=50)
@@ -296,7 +296,7 @@ async def test_one_that_is_silent_while_others_go_on_is_found(tmp_path: Path, mo
         assert "request 1, member 0" in str(one.failure) and "while others got some" in str(one.failure)
 
 
-async def test_one_that_may_wait_for_room_has_longer(tmp_path: Path) -> None:
+async def test_a_sequence_that_may_wait_for_room_has_more_time(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         await one.begin(2, new=50)
         silent, lively = one.engine._running.values()
@@ -315,7 +315,7 @@ async def test_one_that_may_wait_for_room_has_longer(tmp_path: Path) -> None:
         )
 
 
-async def test_a_token_less_event_is_no_sign_of_life(tmp_path: Path) -> None:
+async def test_an_event_without_tokens_is_no_progress(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         await one.begin()
         before = one.engine._progressed_at
@@ -328,7 +328,7 @@ async def test_a_token_less_event_is_no_sign_of_life(tmp_path: Path) -> None:
         assert member.progressed_at == one.engine._progressed_at
 
 
-async def test_a_fetch_that_is_broken_off_keeps_the_lock_until_its_thread_has_ended(tmp_path: Path) -> None:
+async def test_a_cancelled_fetch_keeps_the_lock_until_its_thread_ends(tmp_path: Path) -> None:
     gate = threading.Event()
     async with rig(tmp_path) as one:
         slow, next_one = Source(1, gate), Source(2)
@@ -346,7 +346,7 @@ async def test_a_fetch_that_is_broken_off_keeps_the_lock_until_its_thread_has_en
         assert one.engine.load().version == 2
 
 
-async def test_closing_in_a_fetch_waits_no_longer_than_it_may(tmp_path: Path) -> None:
+async def test_closing_during_a_fetch_waits_at_most_its_timeout(tmp_path: Path) -> None:
     gate = threading.Event()
     async with rig(tmp_path) as one:
         slow = Source(1, gate)
@@ -361,7 +361,7 @@ async def test_closing_in_a_fetch_waits_no_longer_than_it_may(tmp_path: Path) ->
             await one.engine.prepare(Source(2))
 
 
-async def test_an_idle_engine_hears_of_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_engine_notices_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "WATCH_EVERY_S", 0.02)
     async with rig(tmp_path) as one:
         one.engine._server.crash = ServerDied("the SGLang server ended", why="its scheduler_0")  # type: ignore[attr-defined]
@@ -370,7 +370,7 @@ async def test_an_idle_engine_hears_of_a_crash(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("work", ["swap", "pause"])
-async def test_what_stumbles_over_a_dead_server_fails_with_how_it_ended(work: str, tmp_path: Path) -> None:
+async def test_calls_of_a_dead_server_fail_with_its_cause(work: str, tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         await one.begin()
         source = Source(1)
@@ -389,7 +389,7 @@ async def test_what_stumbles_over_a_dead_server_fails_with_how_it_ended(work: st
         assert isinstance(one.failure, ServerDied)
 
 
-async def test_a_pause_that_is_given_up_holds_nothing(tmp_path: Path) -> None:
+async def test_a_cancelled_pause_leaves_the_engine_running(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         await one.begin()
         one.client.obeys = False
@@ -413,7 +413,7 @@ async def test_a_pause_that_fails_ends_the_engine(tmp_path: Path) -> None:
         assert isinstance(one.failure, DeadlineExceeded)
 
 
-async def test_memory_comes_back_with_the_weights_that_were_there(tmp_path: Path) -> None:
+async def test_memory_is_resumed_with_the_same_weights(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         for version in (0, 3):
             if version:
@@ -435,7 +435,7 @@ async def test_memory_comes_back_with_the_weights_that_were_there(tmp_path: Path
         assert one.client.holds == 5
 
 
-async def test_weights_of_the_folder_that_do_not_come_back_are_found(tmp_path: Path) -> None:
+async def test_initial_weights_that_are_not_restored_are_detected(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         await one.engine.release_memory()
         save = one.client.call
@@ -449,7 +449,7 @@ async def test_weights_of_the_folder_that_do_not_come_back_are_found(tmp_path: P
         assert isinstance(one.failure, Corrupt)
 
 
-def test_seeds_of_two_domains_do_not_meet() -> None:
+def test_seeds_that_differ_in_the_highest_bit_stay_apart() -> None:
     seeds = [domain | seed for domain in (0, 1 << 63) for seed in (*range(500), (1 << 63) - 1)]
     sent = {server_seed(seed) for seed in seeds}
     assert len(sent) == len(seeds)

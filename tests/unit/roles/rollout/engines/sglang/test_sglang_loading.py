@@ -1,4 +1,4 @@
-"""How versions get into a server that is played: by handles, and by the file where these do not do."""
+"""Loading versions into a fake server: by handles, and by the file where they fail."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def rig(tmp_path: Path) -> Any:
 DISK, TENSOR = "/update_weights_from_disk", "/update_weights_from_tensor"
 
 
-async def test_a_server_opens_what_it_is_shown_and_copies_it(rig: Rig) -> None:
+async def test_a_server_opens_shared_tensors_and_copies_them(rig: Rig) -> None:
     for version in (1, 2):
         assert await rig.publish(version) == TENSOR
         assert set(rig.server.holds) == set(NAMES), "experts have names of their own"
@@ -142,7 +142,7 @@ async def test_a_server_opens_what_it_is_shown_and_copies_it(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("refused", ["/begin_weight_update", TENSOR])
-async def test_a_server_that_refuses_handles_takes_the_file_from_then_on(rig: Rig, refused: str) -> None:
+async def test_a_server_that_refuses_handles_loads_the_file_from_then_on(rig: Rig, refused: str) -> None:
     rig.server.refuses = {refused}
     assert await rig.publish(1) == DISK
     ((version, why),) = rig.told
@@ -152,7 +152,7 @@ async def test_a_server_that_refuses_handles_takes_the_file_from_then_on(rig: Ri
     assert len(rig.told) == 1 and not rig.attempt.exists()
 
 
-async def test_a_server_that_says_it_opened_them_and_did_not_takes_the_file(rig: Rig) -> None:
+async def test_a_server_that_opens_nothing_loads_the_file(rig: Rig) -> None:
     rig.server.skips = {"norm"}
     calls, call = rig.server.calls, rig.server.call
 
@@ -168,7 +168,7 @@ async def test_a_server_that_says_it_opened_them_and_did_not_takes_the_file(rig:
         await rig.publish(2)
 
 
-async def test_an_attempt_that_ended_the_server_is_not_made_again(rig: Rig, tmp_path: Path) -> None:
+async def test_handles_are_not_retried_after_they_ended_a_server(rig: Rig, tmp_path: Path) -> None:
     rig.server.dies = True
     with pytest.raises(Unreachable):
         await rig.publish(1)
@@ -179,7 +179,7 @@ async def test_an_attempt_that_ended_the_server_is_not_made_again(rig: Rig, tmp_
     successor.loader.close()
 
 
-async def test_a_device_without_room_costs_that_version_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_device_without_room_falls_back_for_one_version(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise Refused("weights on the device", why="out of memory")
 
@@ -190,7 +190,7 @@ async def test_a_device_without_room_costs_that_version_alone(rig: Rig, monkeypa
     assert await rig.publish(2) == TENSOR
 
 
-async def test_what_was_opened_once_is_shown_again_for_memory_that_comes_back(rig: Rig) -> None:
+async def test_a_version_is_shared_again_for_resumed_memory(rig: Rig) -> None:
     held = rig.loader.fetch(Source(3))
     for _ in range(2):
         rig.server.holds = {}
@@ -199,7 +199,7 @@ async def test_what_was_opened_once_is_shown_again_for_memory_that_comes_back(ri
 
 
 @pytest.mark.parametrize(("weights", "path"), [("file", DISK), ("tensor", TENSOR)])
-async def test_the_other_ways_show_nothing(tmp_path: Path, weights: str, path: str) -> None:
+async def test_other_transports_share_nothing(tmp_path: Path, weights: str, path: str) -> None:
     one = Rig(tmp_path, weights)
     try:
         assert await one.publish(1) == path

@@ -1,4 +1,4 @@
-"""The server's life: its guard, its options, and what is said when it does not come up. With stand-ins for servers."""
+"""The server process: guard, options, diagnosis of failed starts and ends. With stand-ins for servers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def test_a_server_that_dies_at_once_is_told_with_its_last_lines(tmp_path: Path) -> None:
+async def test_a_server_that_dies_at_once_is_reported_with_its_last_lines(tmp_path: Path) -> None:
     server = stand_in(tmp_path, "echo starting; echo no such model >&2; exit 3")
     with pytest.raises(ServerDied, match=r"exit status 3; its last lines: starting \| no such model"):
         await server.start(WAIT_S)
@@ -112,7 +112,7 @@ async def test_a_server_that_dies_at_once_is_told_with_its_last_lines(tmp_path: 
     assert not (tmp_path / "f").exists()
 
 
-async def test_a_server_that_never_answers_is_told_and_killed_with_what_it_started(
+async def test_a_server_that_never_answers_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids, log = tmp_path / "pids", tmp_path / "logs/server.log"
@@ -127,7 +127,7 @@ async def test_a_server_that_never_answers_is_told_and_killed_with_what_it_start
     assert not any(alive(int(pid)) for pid in pids.read_text().split())
 
 
-async def test_a_port_that_was_taken_is_given_up_for_another(tmp_path: Path) -> None:
+async def test_another_port_is_tried_if_one_is_taken(tmp_path: Path) -> None:
     tries = tmp_path / "tries"
     taken = f'echo "$PORT" >> {tries}; [ $(wc -l < {tries}) -lt 3 ] && {{ echo "Address already in use"; exit 1; }}; '
     server = stand_in(tmp_path, taken + answering(tmp_path))
@@ -137,7 +137,7 @@ async def test_a_port_that_was_taken_is_given_up_for_another(tmp_path: Path) -> 
     await server.stop()
 
 
-async def test_a_server_that_is_not_ours_is_not_talked_to(tmp_path: Path) -> None:
+async def test_a_foreign_server_at_the_port_is_refused(tmp_path: Path) -> None:
     server = stand_in(tmp_path, answering(tmp_path, name="another"))
     with pytest.raises(ProtocolError, match="another server answers"):
         await server.start(WAIT_S)
@@ -153,7 +153,7 @@ async def test_a_key_is_never_taken_for_an_option(tmp_path: Path, monkeypatch: p
     assert "api-key" in given and not given.split(":")[1].strip(" \n'\"").startswith("-"), given
 
 
-async def test_an_end_that_nobody_asked_for_is_told_once(tmp_path: Path) -> None:
+async def test_an_unrequested_exit_is_reported_once(tmp_path: Path) -> None:
     told: list[RelaxError] = []
     server = stand_in(tmp_path, answering(tmp_path), told.append)
     await server.start(WAIT_S)
@@ -201,7 +201,7 @@ async def test_the_cause_of_a_servers_end_comes_first_and_once(tmp_path: Path, s
     assert caught.value.why.count(told.partition(";")[0]) == 1
 
 
-async def test_an_error_of_a_server_that_lives_keeps_its_own_reason_first(tmp_path: Path) -> None:
+async def test_an_error_of_a_living_server_keeps_its_reason_first(tmp_path: Path) -> None:
     """An exception in its log may be of long ago."""
     server = stand_in(tmp_path, answering(tmp_path))
     (tmp_path / "logs").mkdir()
@@ -217,7 +217,7 @@ def log_of(tmp_path: Path) -> Path:
     return tmp_path / "logs/server.log"
 
 
-async def test_an_earlier_servers_end_is_not_told_of_its_successor(tmp_path: Path) -> None:
+async def test_an_earlier_servers_end_is_not_ascribed_to_its_successor(tmp_path: Path) -> None:
     """One log is written by all servers of a slot."""
     log, late = log_of(tmp_path), DeadlineExceeded("a token", why="none within 20 s")
     log.write_text(CRASH)
@@ -238,7 +238,7 @@ async def test_an_earlier_servers_end_is_not_told_of_its_successor(tmp_path: Pat
         await server.stop()
 
 
-def test_what_a_server_has_said_is_found_in_a_log_that_was_rotated_since(tmp_path: Path) -> None:
+def test_the_tail_is_found_in_a_rotated_log(tmp_path: Path) -> None:
     path = tmp_path / "log"
     log = RotatingLog(path, 1000)
     log.write(b"before\n" * 50)
@@ -260,7 +260,7 @@ subprocess.Popen([sys.executable, "-c", "import time; name = 'multiprocessing.re
 """
 
 
-async def test_the_end_of_an_idle_server_is_told_before_what_it_left_is_cleaned_up(tmp_path: Path) -> None:
+async def test_an_exit_is_reported_before_the_cleanup(tmp_path: Path) -> None:
     """multiprocessing's trackers may end by themselves: the guard gives them seconds."""
     told: list[bool] = []
     (tmp_path / "orphan.py").write_text(ORPHAN)
@@ -295,7 +295,7 @@ def cmdline(pid: int) -> bytes:
         return b""
 
 
-async def test_a_start_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("relax_rt.roles.rollout.engines.sglang.server.REPORT_EVERY_S", 0.05)
     server = stand_in(tmp_path, "sleep 600", tell=said.append)
@@ -310,7 +310,7 @@ async def test_a_start_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(said) == told, "no word of a start that is over"
 
 
-async def test_the_end_of_a_server_is_waited_for_where_it_is_coming(tmp_path: Path) -> None:
+async def test_wait_for_exit_returns_at_the_exit_or_its_timeout(tmp_path: Path) -> None:
     ended: list[RelaxError] = []
     server = stand_in(tmp_path, answering(tmp_path), ended.append)
     await server.start(WAIT_S)
@@ -322,7 +322,7 @@ async def test_the_end_of_a_server_is_waited_for_where_it_is_coming(tmp_path: Pa
     await server.stop()
 
 
-async def test_the_guard_is_not_shot_as_what_a_dead_role_left_behind(
+async def test_the_guard_is_not_killed_as_an_orphan_of_a_dead_role(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It cleans up after the server; without it the server's own processes would come to the agent."""
@@ -356,7 +356,7 @@ def test_options_by_device() -> None:
     assert as_arguments({"a": True, "b": False, "c": 1.5}) == ["--a", "--c", "1.5"]
 
 
-def test_the_users_options_win_save_those_the_engine_rests_on() -> None:
+def test_the_users_options_override_all_but_reserved_ones() -> None:
     def options(**arguments: object) -> dict[str, Option]:
         table = EngineSettings.model_validate({"sglang": {"arguments": arguments}})
         return server_options(table, "cpu", BOOT, kv_tokens=1, context=512)
@@ -366,7 +366,7 @@ def test_the_users_options_win_save_those_the_engine_rests_on() -> None:
         options(api_key="x")
 
 
-def test_the_servers_environment_lacks_what_is_the_roles() -> None:
+def test_the_servers_environment_lacks_the_roles_own_variables() -> None:
     base = {"RELAX_RUN_ID": "r", "RELAX_CONTROL_FD": "7", "PYTHONPATH": "/role", "VIRTUAL_ENV": "/v", "HOME": "/h"}
     cpu = server_environment("cpu", 2, Path("/t"), base)
     assert cpu.keys() >= {"RELAX_RUN_ID", "HOME"} and not cpu.keys() & {"RELAX_CONTROL_FD", "VIRTUAL_ENV"}
@@ -399,7 +399,7 @@ def several_ranks(python: Path) -> list[Problem]:
     return list(check_sglang(config, Path("/")))
 
 
-def test_validate_asks_the_interpreter(tmp_path: Path) -> None:
+def test_validate_queries_the_interpreter(tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no good >&2; exit 1\n")
     broken.chmod(0o755)
@@ -453,13 +453,13 @@ def test_options_that_the_interpreters_sglang_does_not_know_are_refused(
 
 
 @pytest.mark.parametrize("name", ["attention_backend", "--attention-backend"])
-def test_an_options_name_is_written_with_dashes_within(name: str) -> None:
+def test_an_options_name_has_dashes(name: str) -> None:
     rollout = EngineSettings.model_validate({"engine": "sglang", "sglang": {"arguments": {name: "fa3"}}})
     (found,) = check_engines(RLConfig.model_construct(roles={"rollout": rollout}))
     assert found.path[-1] == name and found.hint == "did you mean 'attention-backend'?"
 
 
-def test_a_server_that_shares_its_device_can_give_the_memory_back(tmp_path: Path) -> None:
+def test_a_server_on_a_shared_device_can_release_memory(tmp_path: Path) -> None:
     table = EngineSettings.model_validate({"engine": "sglang"})
     for device, shares in (("cuda", True), ("cuda", False), ("cpu", True)):
         options = server_options(table, device, BOOT, kv_tokens=1, context=512, shares=shares)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The private copy, its safetensors form, and the checksums that the server must report."""
+"""The server's tensors: their composition, checksums and hashes, and the private copy of a version."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from relax_rt.roles.rollout.engines.sglang.options import Device
 from relax_rt.roles.rollout.engines.sglang.weights import (
+    POSITION,
+    ROTATED,
+    SEEDS,
+    TILE_WORDS,
     PrivateCopy,
     Recipe,
     by_expert,
     check_layout,
     checksums,
     compare,
+    content_hash,
     published_tensors,
     recipes,
 )
@@ -118,7 +124,7 @@ def test_a_fetch_that_fails_leaves_no_version(tmp_path: Path) -> None:
     assert not tmp_path.exists()
 
 
-def test_no_room_for_the_copy_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_the_copy_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -132,7 +138,7 @@ def digest(*arrays: np.ndarray) -> str:
     return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()[:16]
 
 
-def test_joined_tensors_are_their_parts_in_a_row() -> None:
+def test_joined_tensors_are_their_consecutive_parts() -> None:
     layout = laid_out()
     data, a = filled(layout)
     # Recipes are made of names and shapes: before the first publication sizes in bytes are not known.
@@ -153,7 +159,7 @@ def test_joined_tensors_are_their_parts_in_a_row() -> None:
     }
 
 
-def test_experts_in_one_tensor_are_those_one_by_one() -> None:
+def test_stacked_experts_equal_single_ones() -> None:
     stacked = laid_out({"a": (3,), "l.0.mlp.experts.gate_up_proj": (2, 6, 4), "l.0.mlp.experts.down_proj": (2, 4, 3)})
     data, arrays = filled(stacked)
     entries = by_expert(stacked).entries
@@ -168,7 +174,7 @@ def test_experts_in_one_tensor_are_those_one_by_one() -> None:
     assert by_expert(laid_out()) == laid_out()
 
 
-def test_what_cannot_be_verified_is_refused() -> None:
+def test_unverifiable_tensors_are_refused() -> None:
     with pytest.raises(Refused, match=r"the server's tensor model.layers.0.mlp.odd and 1 more"):
         recipes([*SERVER, "model.layers.0.mlp.odd", "model.odder"], laid_out())
     with pytest.raises(Refused, match=r"published tensor model.norm.weight"):
@@ -178,7 +184,7 @@ def test_what_cannot_be_verified_is_refused() -> None:
 
 
 @pytest.mark.parametrize("reported", [{"a": "1", "b": "9"}, {"a": "1"}, {"a": "1", "b": "2", "c": "3"}, {}], ids=str)
-def test_a_server_that_holds_something_else_is_found(reported: dict[str, str]) -> None:
+def test_other_weights_on_the_server_are_detected(reported: dict[str, str]) -> None:
     expected = {"a": "1", "b": "2"}
     compare(expected, dict(expected), 4)
     with pytest.raises(Corrupt, match="policy version 4 on the SGLang server"):
@@ -205,3 +211,59 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         check_layout(laid_out(), headed, {"lm_head.weight", "model.norm.weight"})
     with pytest.raises(Refused, match="bfloat16"):
         check_layout(laid_out(), published_tensors(tmp_path, "bfloat16"))
+
+
+LOW = 0xFFFFFFFF
+
+
+def mixed(x: int) -> int:
+    x = (x ^ (x >> 16)) * 0x85EBCA6B & LOW
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 & LOW
+    return x ^ (x >> 16)
+
+
+def word_by_word(data: bytes) -> str:
+    """The CUDA function as its kernel goes: a word at a time, in Python's integers."""
+    data += bytes(-len(data) % 4)
+    words = [int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4)]
+    total = 0
+    for tile in range(0, len(words), TILE_WORDS):
+        sums = [0, 0]
+        for i in range(tile, min(tile + TILE_WORDS, len(words))):
+            for k in (0, 1):
+                rotated = (i << ROTATED[k] | i >> (32 - ROTATED[k])) & LOW
+                sums[k] += mixed(words[i] ^ ((i * POSITION[k] + SEEDS[k]) & LOW) ^ rotated)
+        high, low = (mixed((one & LOW) ^ (len(words) * 4 & LOW)) for one in sums)
+        total += high << 32 | low
+    total &= (1 << 64) - 1
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        total = (total ^ (total >> shift)) * factor & (1 << 64) - 1
+    return f"{total ^ (total >> 31):016x}"
+
+
+@pytest.mark.parametrize("size", [1, 4, 7, 4 * TILE_WORDS, 4 * TILE_WORDS + 2, 9 * TILE_WORDS + 40])
+def test_hash_functions_match_the_reference(size: int) -> None:
+    data = np.random.default_rng(size).bytes(size)
+    assert content_hash([memoryview(data)], 0, "cpu") == hashlib.sha256(data).hexdigest()[:16]
+    assert content_hash([memoryview(data)], 0, "cuda") == word_by_word(data)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_parts_and_padding_are_hashed_consecutively(device: Device) -> None:
+    data = np.random.default_rng(1).bytes(5 * TILE_WORDS)
+    view = memoryview(data + bytes(12))
+    whole = content_hash([view], 0, device)
+    assert content_hash([view[:1001], view[1001:-12]], 12, device) == whole
+    for at in (0, 4 * TILE_WORDS, len(data) - 1):
+        other = bytearray(view)
+        other[at] ^= 1
+        assert content_hash([memoryview(other)], 0, device) != whole
+    swapped = bytes(view[4:8]) + bytes(view[:4]) + bytes(view[8:])
+    assert content_hash([memoryview(swapped)], 0, device) != whole
+
+
+def test_many_tiles_are_hashed_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = memoryview(np.random.default_rng(2).bytes(4 * TILE_WORDS * 5 + 8))
+    whole = content_hash([data], 0, "cuda")
+    monkeypatch.setattr("relax_rt.roles.rollout.engines.sglang.weights.TILES_AT_A_TIME", 2)
+    assert content_hash([data], 0, "cuda") == whole

@@ -1,9 +1,14 @@
-"""Members in segments: versions, caches, chunks and order, whatever comes between."""
+"""Requests to the server: segments of members, batches, the queue, and routing rows."""
 
 from __future__ import annotations
 
+import base64
+import json
+import threading
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,15 +16,18 @@ from hypothesis import strategies as st
 
 from relax_rt.roles.rollout.engines.base import Assembly, GroupRequest, Partial
 from relax_rt.roles.rollout.engines.routing import RoutingShape
+from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
+from relax_rt.roles.rollout.engines.sglang import requests as asking
 from relax_rt.roles.rollout.engines.sglang.client import Event, Finish, Meta, ServerRefused, Span
-from relax_rt.roles.rollout.engines.sglang.requests import Batch, Member, MemberQueue
+from relax_rt.roles.rollout.engines.sglang.options import Boot, server_options
+from relax_rt.roles.rollout.engines.sglang.requests import Batch, Member, MemberQueue, RowDecoder, request_body
 from relax_rt.transport.queue.ledger.messages import VersionSpan
-from relax_rt.transport.rpc.errors import Corrupt, ProtocolError
+from relax_rt.transport.rpc.errors import Corrupt, ProtocolError, Refused
 
 
 def request(members: int = 1, new: int = 10, **rest: Any) -> GroupRequest:
     values: dict[str, Any] = {"id": 1, "prompt": (1, 2, 3), "temperature": 1.0, "stop_ids": frozenset([9])}
-    return GroupRequest(max_new_tokens=new, seeds=tuple(range(members)), **(values | rest))
+    return GroupRequest(**{"max_new_tokens": new, "seeds": tuple(range(members)), **values, **rest})
 
 
 def event(member: Member, tokens: list[int], *, upto: int, end: str = "", cached: int = 1, **meta: Any) -> Event:
@@ -33,7 +41,7 @@ def event(member: Member, tokens: list[int], *, upto: int, end: str = "", cached
     return Event(tokens, Meta(id=member.rid, **(values | meta)))
 
 
-def test_a_token_has_the_version_of_its_segment_and_the_cache_it_was_begun_with() -> None:
+def test_a_token_has_the_versions_of_its_segment_and_its_cache() -> None:
     member = Member.from_request(request(new=6), 0, 1)
     member.begin("a", 3)
     member.take(event(member, [4, 5], upto=2, cached=0), 3)
@@ -49,7 +57,7 @@ def test_a_token_has_the_version_of_its_segment_and_the_cache_it_was_begun_with(
     assert member.salt == 5
 
 
-def test_a_cache_of_which_nothing_was_left_is_of_the_new_weights() -> None:
+def test_an_evicted_cache_is_of_the_new_weights() -> None:
     member = Member.from_request(request(), 0, 1)
     member.begin("a", 3)
     member.take(event(member, [4], upto=1, cached=0), 3)
@@ -59,7 +67,7 @@ def test_a_cache_of_which_nothing_was_left_is_of_the_new_weights() -> None:
     assert member.spans[-1] == VersionSpan(1, 2, 4, 4)
 
 
-def test_what_was_told_before_is_not_told_again() -> None:
+def test_reported_tokens_are_not_reported_again() -> None:
     member = Member.from_request(request(), 0, 1)
     member.begin("a", 1)
     member.take(event(member, [4, 5], upto=2), 1)
@@ -81,7 +89,9 @@ def test_what_was_told_before_is_not_told_again() -> None:
         ([6], 2, {"weight_versions": [Span("3", 0, 2), Span("4", 2, 3)]}, Corrupt),
     ],
 )
-def test_what_cannot_be_is_found(tokens: list[int], upto: int, meta: dict[str, Any], error: type[Exception]) -> None:
+def test_impossible_events_are_detected(
+    tokens: list[int], upto: int, meta: dict[str, Any], error: type[Exception]
+) -> None:
     member = Member.from_request(request(), 0, 1)
     member.begin("a", 3)
     member.take(event(member, [4], upto=1), 3)
@@ -90,7 +100,7 @@ def test_what_cannot_be_is_found(tokens: list[int], upto: int, meta: dict[str, A
     assert member.tokens == [4]
 
 
-def test_what_the_server_breaks_off_is_told_before_its_tokens_are_looked_at() -> None:
+def test_an_early_end_is_reported_before_its_tokens_are_checked() -> None:
     """It invents a token without a log-probability for a request that it does not take."""
     member = Member.from_request(request(), 0, 1)
     member.begin("a", 3)
@@ -98,7 +108,7 @@ def test_what_the_server_breaks_off_is_told_before_its_tokens_are_looked_at() ->
         member.take(event(member, [4], upto=1, end="abort", output_token_logprobs=[]), 3)
 
 
-def test_an_event_of_nobody_is_an_error() -> None:
+def test_an_event_of_no_member_is_an_error() -> None:
     member = Member.from_request(request(), 0, 1)
     member.begin("a", 3)
     batch = Batch([member])
@@ -112,7 +122,7 @@ def test_an_event_of_nobody_is_an_error() -> None:
             batch.member(Meta(id=name))
 
 
-def test_partials_are_counted_and_not_told() -> None:
+def test_partials_are_counted_and_not_reported() -> None:
     had = Partial((4, 5), (-1.0, -2.0), (VersionSpan(0, 2, 7, 7),))
     member = Member.from_request(request(new=5, partials=(had,), chunk_tokens=2), 0, 1)
     assert (member.left, member.chunk()) == (3, None)
@@ -129,7 +139,7 @@ def test_partials_are_counted_and_not_told() -> None:
         assert last is not None and (last.tokens, last.finish_reason) == ([], finish)
 
 
-def test_an_end_that_is_not_of_this_request_is_none() -> None:
+def test_a_stop_token_of_the_model_alone_is_no_end() -> None:
     """The server also ends at the model's own end token; a request that does not name it goes on."""
     member = Member.from_request(request(), 0, 1)
     member.begin("a", 1)
@@ -143,7 +153,7 @@ def test_an_end_that_is_not_of_this_request_is_none() -> None:
     assert member.finish == "stop", "one that ended by itself was not aborted"
 
 
-def test_the_line_keeps_the_order_of_requests() -> None:
+def test_the_queue_keeps_the_order_of_requests() -> None:
     members = [Member.from_request(request(2, id=order), index, order) for order in (1, 2, 3) for index in (0, 1)]
     line = MemberQueue()
     line.add(members)
@@ -173,7 +183,7 @@ def told(member: Member, **how: bool) -> tuple[list[int], list[int], list[int]]:
     return chunk.tokens, rows, prompt
 
 
-def test_only_tokens_with_their_rows_are_told() -> None:
+def test_only_tokens_with_rows_are_reported() -> None:
     member = Member.from_request(request(new=7, chunk_tokens=2, routing=True), 0, 1, SHAPE)
     member.begin("a", 3)
     assert (member.requested, member.rows_from) == (2, 0), (
@@ -216,7 +226,7 @@ def test_tokens_that_came_without_rows_are_sampled_again_if_the_server_was_inter
     assert member.spans == spans
 
 
-def test_a_partial_that_comes_from_elsewhere_brings_its_rows_and_not_those_of_the_prompt() -> None:
+def test_a_partial_has_its_rows_but_not_those_of_the_prompt() -> None:
     had = Partial((4, 5), (-1.0, -2.0), (VersionSpan(0, 2, 7, 7),), routed([4, 5]).tobytes())
     member = Member.from_request(request(new=5, partials=(had,), routing=True), 0, 1, SHAPE)
     member.begin("a", 8)
@@ -229,7 +239,7 @@ def test_a_partial_that_comes_from_elsewhere_brings_its_rows_and_not_those_of_th
 
 
 @pytest.mark.parametrize(("start", "prompt"), [(0, [1, 2]), (1, [2]), (2, [])])
-def test_rows_of_a_prompt_whose_beginning_has_them_are_not_asked_for_again(start: int, prompt: list[int]) -> None:
+def test_known_rows_of_a_prompt_are_not_requested_again(start: int, prompt: list[int]) -> None:
     asked = request(2, new=3, routing=True, rows_from=start, chunk_tokens=1)
     members = [Member.from_request(asked, index, 1, SHAPE) for index in (0, 1)]
     for member in members:
@@ -252,7 +262,7 @@ SWAPS = st.sampled_from(["none", "keep", "recompute"])
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), SWAPS, st.booleans()), max_size=12), st.integers(0, 5))
-def test_whatever_interrupts_it_a_completion_is_whole(pieces: list[tuple[int, str, bool]], every: int) -> None:
+def test_a_completion_is_complete_after_any_interruptions(pieces: list[tuple[int, str, bool]], every: int) -> None:
     """Segments of any length between swaps and pauses: chunks make up the completion, versions cover it and only
     grow, and a cache is never newer than the weights."""
     asked = request(new=20, chunk_tokens=every)
@@ -283,3 +293,99 @@ def test_whatever_interrupts_it_a_completion_is_whole(pieces: list[tuple[int, st
     assert [s.start for s in spans] == [0, *(s.end for s in spans)][:-1]
     assert [s.version for s in spans] == sorted(s.version for s in spans)
     assert all(s.kv_version <= s.version for s in spans)
+
+
+MOE = {
+    "model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 128,
+    "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "mlp_only_layers": [1],
+}  # fmt: skip
+
+
+def reader(folder: Path, **changes: Any) -> RowDecoder:
+    (folder / "config.json").write_text(json.dumps(MOE | changes))
+    return RowDecoder(folder)
+
+
+def request_with_rows(**rest: Any) -> GroupRequest:
+    return request(2, **{"seeds": (1, 2), "routing": True, **rest})
+
+
+def test_rows_of_the_server_are_decoded(tmp_path: Path) -> None:
+    experts = np.array([[[5, 2], [0, 0], [1, 7]], [[3, 6], [0, 0], [4, 0]]], np.int32)
+    read = reader(tmp_path).read(memoryview(base64.b64encode(experts.tobytes())))
+    assert read.tolist() == [[[2, 5], [-1, -1], [1, 7]], [[3, 6], [-1, -1], [0, 4]]]
+    for odd in (base64.b64encode(experts.tobytes()[:-4]), b"no base64!", b"AAA="):
+        with pytest.raises(ProtocolError, match="not of 3 layers and 2 experts"):
+            reader(tmp_path).read(memoryview(odd))
+
+
+async def test_many_rows_are_decoded_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rows in pieces as at once; padding within them is refused, and what has none has none."""
+    monkeypatch.setattr(asking, "PIECE", 8)
+    experts = np.arange(60, dtype=np.int32).reshape(-1, 3, 2) % 8
+    text = base64.b64encode(experts.tobytes())
+    rows, threads = reader(tmp_path), []
+    read = rows.read
+    monkeypatch.setattr(rows, "read", lambda text: threads.append(threading.get_ident()) or read(text))
+    for limit, here in ((len(text), True), (len(text) - 1, False)):
+        monkeypatch.setattr(asking, "LARGE_BYTES", limit)
+        told = await rows.rows_in(Meta("s", routed_experts=msgspec.Raw(b'"' + text + b'"')))
+        assert told is not None and (told[:, 0] == np.sort(experts[:, 0])).all()
+        assert (threads[-1] == threading.get_ident()) is here
+    with pytest.raises(ProtocolError, match="padded before its end"):
+        read(memoryview(b"AAAAAAA=" + text))
+    for none in (b"", b"null", b'""'):
+        assert await rows.rows_in(Meta("s", routed_experts=msgspec.Raw(none))) is None
+
+
+def test_a_dense_model_is_refused_before_its_server_starts(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="it is dense"):
+        reader(tmp_path, model_type="qwen3")
+    with pytest.raises(Refused, match="how it routes is not known"):
+        reader(tmp_path, model_type="mixtral")
+
+
+def test_more_rows_than_an_answer_holds_are_refused(tmp_path: Path) -> None:
+    wide = reader(tmp_path, num_hidden_layers=48, num_experts=128, num_experts_per_tok=8)
+    wide.check(request_with_rows(max_new_tokens=131_000))
+    wide.check(request_with_rows(max_new_tokens=1 << 20, routing=False))
+    with pytest.raises(Refused, match="rows of 131073 tokens"):
+        wide.check(request_with_rows(max_new_tokens=131_070))
+    wide.check(request_with_rows(max_new_tokens=131_070, rows_from=2))
+
+
+def test_a_call_requests_the_rows_that_one_member_lacks(tmp_path: Path) -> None:
+    shape = reader(tmp_path).shape
+    had = Partial((4, 5), (-1.0, -2.0), (VersionSpan(0, 2, 7, 7),), bytes(2 * shape.row_bytes))
+    members = [
+        Member.from_request(request_with_rows(partials=(had, None), chunk_tokens=4), index, 1, shape)
+        for index in (0, 1)
+    ]
+
+    def asked() -> tuple[Any, ...]:
+        for member in members:
+            member.begin(f"s{member.index}", 7)
+        body = request_body(Batch(members), seeded=False)
+        lengths = [params["max_new_tokens"] for params in body["sampling_params"]]
+        return body["return_routed_experts"], body["routed_experts_start_len"], lengths, body["input_ids"]
+
+    assert asked() == (True, 0, [4, 4], [[1, 2, 3, 4, 5], [1, 2, 3]])
+    for member in members:
+        member.has_prompt_rows = True
+    assert asked()[1] == 2, "the second has no token yet"
+    plain = Member.from_request(request_with_rows(routing=False), 0, 1, shape)
+    plain.begin("s", 7)
+    assert "return_routed_experts" not in request_body(Batch([plain]), seeded=False)
+
+
+def test_the_server_records_rows_only_if_configured() -> None:
+    boot = Boot(model=Path("m"), port=1, name="n", secrets=Path("s"))
+
+    def option(settings: EngineSettings) -> object:
+        return server_options(settings, "cpu", boot, kv_tokens=9, context=9).get("enable-return-routed-experts")
+
+    assert option(RolloutSettings(engine="sglang", routing=True)) is True
+    assert option(RolloutSettings(engine="sglang")) is option(EngineSettings(engine="sglang")) is None
+    with pytest.raises(Refused, match="the engine sets it itself"):
+        option(RolloutSettings.model_validate({"sglang": {"arguments": {"enable_return_routed_experts": True}}}))

@@ -10,7 +10,7 @@ import pytest
 
 from relax_rt.chaos import injector as injecting
 from relax_rt.chaos.faults import ScheduledFault
-from relax_rt.chaos.injector import Outcome
+from relax_rt.chaos.injector import FaultOutcome
 
 
 class Injector:
@@ -23,10 +23,10 @@ class Injector:
 
     def undo(self, now: float) -> None: ...
 
-    def inject(self, fault: ScheduledFault, *, may_retry: bool = False) -> Outcome:
+    def inject(self, fault: ScheduledFault, *, may_retry: bool = False) -> FaultOutcome:
         self.at.append((fault.number, self.watch.step))
         away = self.watch.step < 4
-        return Outcome(fault, "it has no process now" if away else "", temporary=away)
+        return FaultOutcome(fault, "it has no process now" if away else "", temporary=away)
 
 
 @pytest.mark.parametrize(("defer", "injected"), [(True, [(2, 4), (1, 4)]), (False, [])])
@@ -61,12 +61,12 @@ class Away:
 
     def undo(self, now: float) -> None: ...
 
-    def inject(self, fault: ScheduledFault, *, may_retry: bool = False) -> Outcome:
+    def inject(self, fault: ScheduledFault, *, may_retry: bool = False) -> FaultOutcome:
         self.tries -= 1
         away = self.tries >= 0
         if not (away and self.temporary and may_retry):
             self.reported.append((fault.slot, "skipped" if away else "injected"))
-        return Outcome(fault, "away" if away else "", temporary=away and self.temporary)
+        return FaultOutcome(fault, "away" if away else "", temporary=away and self.temporary)
 
 
 @pytest.mark.parametrize(
