@@ -419,7 +419,7 @@ async def test_an_engine_without_room_to_receive_does_without(tmp_path: Path, mo
     def full(*_: object) -> None:
         raise OutOfSpace("memory", why="no space left on device")
 
-    monkeypatch.setattr("relax_rt.transport.weights.broadcast.source.host.allocate", full)
+    monkeypatch.setattr("relax_rt.transport.weights.broadcast.source.allocate_host_memory", full)
     ctx = Engine(tmp_path)
     make = source_for(cast(RoleContext, ctx))
     data = fill(LAYOUT)
