@@ -12,8 +12,7 @@ from pathlib import Path
 
 from relax_rt.config.loader import read_resolved
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.report.finish import finish, report
-from relax_rt.roles.report.summary import render_summary
+from relax_rt.roles.report.summary import finish, render_summary, report
 from relax_rt.supervision.rundir import RESOLVED_CONFIG
 from relax_rt.transport.rpc.errors import RelaxError
 

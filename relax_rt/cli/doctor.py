@@ -465,91 +465,71 @@ Roles = dict[str, RoleSettings]
 
 
 def check_fit(config: RunConfig, gpus: Sequence[Gpu]) -> list[Finding]:
-    """Everything about one run on this machine."""
-    roles: Roles = {kind: settings for kind, settings in config.roles.items() if settings.count}
-    return [
-        _check_run_cores(roles, cgroup_limits()),
-        _check_run_gpus(roles, gpus),
-        _check_run_shm(config),
-        _check_run_memory(roles),
-        _check_run_files(roles),
-        _check_run_dir(Path(config.run.dir)),
-        *_check_affinity(roles),
-        *_check_interpreters(roles),
-        *_check_run_ports(config),
-    ]
+    """Check whether a run fits on this machine."""
+    roles = {kind: settings for kind, settings in config.roles.items() if settings.count}
+    return list(_check_fit(config, roles, gpus))
 
 
-def _check_run_cores(roles: Roles, limits: dict[str, float]) -> Finding:
-    cores = min(float(len(os.sched_getaffinity(0))), limits.get("cores", float("inf")))
-    threads = sum(settings.count * settings.threads for settings in roles.values())
+def _check_fit(config: RunConfig, roles: Roles, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     processes = sum(settings.count for settings in roles.values())
-    many = threads > 4 * cores
-    warn = "more than four threads a core: lower count or threads of roles" if many else ""
-    return judged("run", "cores", f"{processes} processes with {threads} threads on {cores:g} cores", warn=warn)
+    threads = sum(settings.count * settings.threads for settings in roles.values())
+    cores = min(float(len(os.sched_getaffinity(0))), cgroup_limits().get("cores", float("inf")))
+    warn = "more than four threads a core: lower count or threads of roles" if threads > 4 * cores else ""
+    yield judged("run", "cores", f"{processes} processes with {threads} threads on {cores:g} cores", warn=warn)
 
+    wanted = {kind: settings.count * settings.gpus for kind, settings in roles.items() if settings.gpus}
+    total, parts = sum(wanted.values()), ", ".join(f"{kind} {n:g}" for kind, n in wanted.items())
+    value = f"{total:g} wanted, {len(gpus)} here" + (f" ({parts})" if wanted else "")
+    missing = total > len(gpus)
+    other_nodes = any(settings.node for settings in roles.values())
+    advice = "let other nodes join (`up --join`), or lower count or gpus of roles" if missing else ""
+    yield judged("run", "gpus", value, fail="" if other_nodes else advice, warn=advice)
 
-def _check_run_gpus(roles: Roles, gpus: Sequence[Gpu]) -> Finding:
-    need = {kind: settings.count * settings.gpus for kind, settings in roles.items() if settings.gpus}
-    total = sum(need.values())
-    value = f"{total:g} wanted, {len(gpus)} here" + (
-        f" ({', '.join(f'{k} {n:g}' for k, n in need.items())})" if need else ""
-    )
-    joined = any(settings.node for settings in roles.values())
-    few = total > len(gpus)
-    advice = "let other nodes join (`up --join`), or lower count or gpus of roles"
-    return judged("run", "gpus", value, fail=advice if few and not joined else "", warn=advice if few else "")
-
-
-def _check_run_shm(config: RunConfig) -> Finding:
     need = config.queue.capacity_mib * MIB + load_job(config.run.job).shm_bytes(config)
     free = shutil.disk_usage(SHM_ROOT).free
     fail = "lower queue.capacity_mib, or make /dev/shm larger (in a container: --shm-size)" if need > free else ""
-    return judged("run", "shared memory", f"{byte_size(need)} of {byte_size(free)} free", fail=fail)
+    yield judged("run", "shared memory", f"{byte_size(need)} of {byte_size(free)} free", fail=fail)
 
+    allowed = sum(settings.count * (settings.memory_mib or 0) for settings in roles.values()) * MIB
+    memory = check_memory(cgroup_limits()).value
+    if allowed:
+        over = allowed > psutil.virtual_memory().total
+        warn = "the limits of all roles together are more than the machine has" if over else ""
+        yield judged("run", "memory", f"{byte_size(allowed)} allowed to the roles together; {memory}", warn=warn)
+    else:
+        yield ok("run", "memory", f"{memory}; no role has memory_mib: `relax-rt plan` estimates the need")
 
-def _check_run_memory(roles: Roles) -> Finding:
-    bounded = sum(settings.count * (settings.memory_mib or 0) for settings in roles.values()) * MIB
-    free = check_memory(cgroup_limits()).value
-    if not bounded:
-        return judged("run", "memory", f"{free}; no role has memory_mib: `relax-rt plan` estimates the need")
-    over = bounded > psutil.virtual_memory().total
-    warn = "the limits of all roles together are more than the machine has" if over else ""
-    return judged("run", "memory", f"{byte_size(bounded)} allowed to the roles together; {free}", warn=warn)
-
-
-def _check_run_files(roles: Roles) -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = FILES_OF_THE_AGENT + FILES_OF_A_ROLE * sum(settings.count for settings in roles.values())
-    fail = f"ulimit -n {2 * need}" if 0 <= soft < need else ""
-    return judged(
-        "run", "open files", f"about {need} in the agent, {'no limit' if soft < 0 else f'{soft} allowed'}", fail=fail
-    )
+    files = FILES_OF_THE_AGENT + FILES_OF_A_ROLE * processes
+    value = f"about {files} in the agent, {'no limit' if soft < 0 else f'{soft} allowed'}"
+    yield judged("run", "open files", value, fail=f"ulimit -n {2 * files}" if 0 <= soft < files else "")
 
-
-def _check_run_dir(run_dir: Path) -> Finding:
+    run_dir = Path(config.run.dir)
     there = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     free = shutil.disk_usage(there).free
     warn = "checkpoints may fill the disk: choose another run.dir" if free < GOOD_DISK else ""
     fail = "" if os.access(there, os.W_OK) else "no permission to write there: choose another run.dir"
-    return judged("run", "run.dir", f"{run_dir}, {byte_size(free)} free", fail=fail, warn=warn)
+    yield judged("run", "run.dir", f"{run_dir}, {byte_size(free)} free", fail=fail, warn=warn)
 
-
-def _check_affinity(roles: Roles) -> Iterator[Finding]:
     usable = os.sched_getaffinity(0)
     for kind, settings in roles.items():
-        missing = sorted(set(settings.cpus or ()) - usable)
-        if missing:
-            value = f"cpus = {settings.cpus}"
-            yield Finding("run", f"roles.{kind}", "fail", value, f"cores {missing} may not be used by this process")
+        if unusable := sorted(set(settings.cpus or ()) - usable):
+            advice = f"cores {unusable} may not be used by this process"
+            yield Finding("run", f"roles.{kind}", "fail", f"cpus = {settings.cpus}", advice)
 
-
-def _check_interpreters(roles: Roles) -> Iterator[Finding]:
     for python in sorted({settings.python for settings in roles.values() if settings.python}):
         kinds = ", ".join(kind for kind, settings in roles.items() if settings.python == python)
         why = _cannot_import(python)
         fail = f"relax_rt cannot be imported there ({why}): pip install relax-rt into it" if why else ""
         yield judged("run", f"python of {kinds}", python, fail=fail)
+
+    for name, port in sorted(_named_ports(config.model_dump())):
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                fail = ""
+        except OSError as error:
+            fail = f"{error.strerror}: end the process that listens there, or choose another port"
+        yield judged("run", name, str(port), fail=fail)
 
 
 def _cannot_import(python: str) -> str:
@@ -559,17 +539,6 @@ def _cannot_import(python: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return (done.stderr.strip().splitlines() or ["it printed nothing"])[-1] if done.returncode else ""
-
-
-def _check_run_ports(config: RunConfig) -> Iterator[Finding]:
-    """Every port that a setting names must be free to listen on."""
-    for name, port in sorted(_named_ports(config.model_dump())):
-        try:
-            with socket.create_server(("127.0.0.1", port)):
-                fail = ""
-        except OSError as error:
-            fail = f"{error.strerror}: end what listens there, or choose another"
-        yield judged("run", name, str(port), fail=fail)
 
 
 def _named_ports(table: Any, at: str = "") -> Iterator[tuple[str, int]]:

@@ -40,27 +40,27 @@ class Table(BaseModel):
 
 
 class RunTable(Table):
-    """What the run is called, where it lives, and the seed everything derives from."""
+    """Name, directory and seed of the run."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")]
-    """Short name: lower-case letters, digits, - and _."""
+    """Name of the run: lower-case letters, digits, - and _."""
     dir: Filled = "runs/{name}"
-    """Run directory (relative to where `relax-rt` is called; {name} is filled in). An existing one resumes."""
+    """Run directory, relative to the working directory; {name} stands for the name. An existing run is resumed."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Prompt order and every sample's seed derive from it, whatever the number of workers or restarts."""
+    """Seed of the prompt order and of every sample. The number of workers and restarts do not change them."""
     job: str = "rl"
-    """The kind of job (entry point relax_rt.jobs)."""
+    """Kind of job: the name of an entry point relax_rt.jobs."""
 
 
 class RestartTable(Table):
-    """When a role that dies is started again, and when the run gives up."""
+    """Restarts of roles that died, and the limits after which the run ends."""
 
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 5
-    """Restarts of one slot allowed within `period_s`; one more escalates and ends the run with a diagnosis."""
+    """Restarts of one slot allowed within `period_s`; one more escalates to a restart of the whole role."""
     period_s: Seconds = 120.0
-    """Length of the window in which restarts are counted."""
+    """Window in which restarts of a slot are counted; only the time that the slot is ready counts."""
     backoff_first_s: Seconds = 0.1
-    """Longest wait before the first restart; doubled each time, drawn with full jitter."""
+    """Longest wait before the first restart; doubled for each further one. The wait is drawn below it (full jitter)."""
     backoff_max_s: Seconds = 5.0
     """Upper limit of the wait before a restart."""
     role_restarts: Annotated[int, Field(ge=0, le=1000)] = 1
@@ -100,33 +100,34 @@ class RestartTable(Table):
 
 
 class NodesTable(Table):
-    """How the head node treats the nodes that joined it."""
+    """Further nodes of the run."""
 
     listen: str = ""
     """HOST:PORT at which other nodes join this run (port 0: any free one); empty: the run has this node alone. HOST is
-    one address of this machine that the others reach."""
+    an address of this machine that the others reach."""
     lease_s: Seconds = 10.0
     """A node without a renewal for this long is lost: its slots are failed, and it is fenced if it returns."""
     on_loss: Literal["replace", "wait"] = "replace"
-    """How to handle a lost node's slots: replace starts them where there is room, wait keeps them for its return."""
+    """What happens to the slots of a lost node: replace starts them on other nodes with room, wait keeps them for its
+    return."""
 
 
 class SupervisionTable(Table):
-    """How the node agent treats its roles."""
+    """How the node agent supervises roles."""
 
     restart: RestartTable = RestartTable()
     start_timeout_s: Seconds = 180.0
-    """A role that is not ready by then is killed, which counts as a failure. The time starts again for a role that
-    waits for another one."""
+    """Time in which a role must become ready. Otherwise it is killed, which counts as a failure. The time starts again
+    for a role that waits for another one."""
     stop_timeout_s: Seconds = 20.0
-    """After a stop request a role has this long before it is killed."""
+    """Time in which a role must stop after a stop request, before it is killed."""
     drain_timeout_s: Seconds = 600.0
-    """A trainer that finishes its step and writes a checkpoint has `stop_timeout_s` again at each progress, but no more
-    than this in all; nor has any other role that asks for more time."""
+    """Upper limit of the time in which a role must stop, however often it makes progress: a trainer that finishes its
+    step and writes a checkpoint gets `stop_timeout_s` again at each progress."""
     lease_s: Seconds = 10.0
-    """Time to live of a role's entry in the registry without a renewal."""
+    """Lease of a role in the registry: its entry expires without a renewal for this long."""
     zygote: bool = True
-    """Fork roles from a process that has the heavy imports done; false starts each from nothing."""
+    """Fork roles from a zygote that has done the heavy imports; false starts a new interpreter for each."""
     chaos: bool = True
     """Let `relax-rt chaos` inject faults into the roles of this run; false refuses them."""
     nodes: NodesTable = NodesTable()
@@ -137,31 +138,31 @@ class SupervisionTable(Table):
 
 
 class QueueTable(Table):
-    """The TransferQueue."""
+    """The TransferQueue, which holds samples between rollout and trainer."""
 
     capacity_mib: Annotated[int, Field(ge=8, le=1 << 20)] = 256
-    """Payload bytes held in shared memory; producers wait when it is full."""
+    """Shared memory for payloads, MiB; producers wait when it is full."""
     slab_mib: Annotated[int, Field(ge=1, le=4096)] = 16
     """Size of one slab of shared memory; each producing process pre-faults at least one."""
     spill_mib: Annotated[int, Field(ge=0, le=1 << 24)] = 0
-    """Payload that may move to the run directory when shared memory fills; 0: none, producers wait."""
+    """Payload that may be spilled to the run directory when shared memory is full, MiB; 0: none, producers wait."""
     high_water: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Part of capacity_mib from which on payload is spilled and an early checkpoint is asked for."""
+    """Fraction of capacity_mib above which payload is spilled and an early checkpoint is requested."""
     durability: Literal["memory", "disk"] = "memory"
-    """disk: payloads lie in the run directory and outlive the node agent, so that what was not yet trained is kept."""
+    """memory: payloads are lost when the node agent dies. disk: they are files in the run directory and are kept."""
     max_sample_mib: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
     """A sample with more payload is refused."""
     marks_mib: Annotated[int, Field(ge=0, le=65_536)] = 32
     """Partial completions kept in the queue's journal (8 bytes a token), so that another rollout can resume them; they
     count against capacity_mib. Tokens beyond it are sampled again when their rollout dies."""
     keep_steps: Annotated[int, Field(ge=1)] = 10_000
-    """A roll-back can go back this many steps; what is older is kept as counts only."""
+    """Steps to which a roll-back is possible; of older ones only counts are kept."""
     lease_s: Seconds = 60.0
-    """A consumer or producer that does not renew within this time loses its lease; the work is offered again."""
+    """A consumer or producer that does not renew its lease for this long loses it; the work is offered again."""
     quarantine_after: Annotated[int, Field(ge=1, le=100)] = 3
-    """A sample whose consumers died this often is set aside."""
+    """A sample is quarantined after this many deaths of its consumers."""
     fsync_every_s: Seconds = 1.0
-    """How often the journal is forced to disk (a process's death loses nothing; this is for a host's)."""
+    """Interval of fsync of the journal. It matters for a crash of the host only, not for the death of a process."""
 
     def problems(self, path: KeyPath) -> Iterator[Problem]:
         """Refuse a slab that the queue has no room for."""
@@ -175,7 +176,7 @@ class EventsTable(Table):
 
     segment_mib: Annotated[int, Field(ge=1, le=1024)] = 16
     keep_segments: Annotated[int, Field(ge=2, le=10_000)] = 64
-    """Oldest segments above this number are removed."""
+    """Number of full segments to keep; older ones are removed."""
     role_log_mib: Annotated[int, Field(ge=1, le=1024)] = 8
     """A role's log file is rotated at this size (two older ones are kept)."""
 
@@ -188,34 +189,34 @@ class RoleSettings(Table):
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Compute threads of one process (OMP_NUM_THREADS and torch)."""
     nice: Annotated[int, Field(ge=0, le=19)] = 0
-    """Niceness of the process, and of its session where the kernel shares cores among sessions (autogroup)."""
+    """Niceness of the process, and of its session if the kernel groups processes by session (autogroup)."""
     hang_after_s: Seconds = 120.0
-    """Busy without progress, or idle without a sign of life, for this long is a hang: stacks are dumped to the log,
-    then it is killed."""
+    """A role hangs if it is busy without progress, or idle without a sign of life, for this long. Its stacks are dumped
+    to the log, then it is killed."""
     start_timeout_s: Seconds | None = None
-    """From spawn to ready; unset: the one of [supervision]."""
+    """Time in which the role must become ready; unset: that of [supervision]."""
     live_every_s: Seconds | None = None
-    """How often the role's own `live()` check runs; unset: never."""
+    """Interval of the role's own `live()` check; unset: never."""
     min_ready: Annotated[int, Field(ge=0, le=4096)] | None = None
     """Slots that must be ready before higher tiers start, and that must be left when one is given up; unset: all of
     them."""
     strategy: Literal["one_for_one", "one_for_all", "rest_for_one"] | None = None
-    """Which slots of the role are started again when one fails: that one, all, or it and those with a higher index;
-    unset: what the role's class says."""
+    """Slots that are restarted when one fails: that one, all, or it and those with a higher index; unset: the default
+    of the role's class."""
     spares: Annotated[int, Field(ge=0, le=64)] = 0
-    """Processes kept ready beside the slots, to take the place of one that dies."""
+    """Spare processes that are kept ready and replace one that dies."""
     node: Filled | None = None
-    """Name of the node its slots must run on; unset: where there is room."""
+    """Node on which the slots must run; unset: any with room."""
     gpus: Annotated[float, Field(ge=0, le=1024)] = 0
-    """GPUs of each slot; below 1, a share of one."""
+    """GPUs of each slot; below 1: a share of one GPU."""
     cpus: list[Annotated[int, Field(ge=0)]] | None = None
-    """Cores its processes may run on; unset: all."""
+    """CPU cores on which the processes may run; unset: all."""
     memory_mib: Annotated[int, Field(ge=1)] | None = None
     """Resident memory above which a process is killed, as measured by a watchdog; unset: no limit."""
     open_files: Annotated[int, Field(ge=64)] | None = None
     """Limit of open files of a process; unset: the agent's own."""
     python: Filled | None = None
-    """Interpreter of this role, if it is another environment's."""
+    """Python interpreter of this role, if it needs another environment."""
     env: dict[str, str] = {}
     """Environment variables of this role."""
     target: str | None = None
@@ -228,7 +229,7 @@ class RoleSettings(Table):
             yield Problem((*path, "min_ready"), message, f"raise {dotted(path)}.count, or lower min_ready")
         for name in self.env:
             if not _ENV_NAME.fullmatch(name):
-                message = f"'{name}' is no name of an environment variable"
+                message = f"'{name}' is not a name of an environment variable"
                 yield Problem((*path, "env", name), message, at="key")
             elif name.startswith(RESERVED_ENV):
                 message = f"variables that begin with {RESERVED_ENV} belong to the runtime"

@@ -15,7 +15,7 @@ class ProgressTable(Table):
     """When a run that trains nothing is ended, and which items it retires by itself (docs/guides/progress.md)."""
 
     failed_groups: Annotated[int, Field(ge=1, le=1_000_000)] = 64
-    """So many groups that fail one after the other, with none whole or trained in between, end the run. A group fails
+    """End the run after this many failed groups in a row, with no complete or trained group in between. A group fails
     when each of its members failed without a success in between, or when it is dropped because of failures."""
     failed_prompts: Annotated[int, Field(ge=1, le=1000)] = 4
     """Minimum number of different prompts among those groups, so that a single broken prompt does not end the run."""

@@ -12,14 +12,14 @@ from relax_rt.roles.rollout.engines.settings import EngineSettings
 
 
 class SampledTable(Table):
-    """How held-out items are sampled, and when during the run."""
+    """Sampling of held-out items, and the steps of evaluation during the run."""
 
     at_steps: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
     """Steps to evaluate at during the run; the first version at or after each."""
     samples: Annotated[int, Field(ge=1, le=1024)] = 1
     """Completions of each item."""
     pass_at: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
-    """The k of pass@k: how likely one of k completions is right. Empty: 1 and `samples`."""
+    """The k of pass@k, the probability that at least one of k completions is right. Empty: 1 and `samples`."""
     greedy: bool = False
     """Also complete each item once at temperature 0."""
 
@@ -50,33 +50,33 @@ class EvaluationSet(SampledTable):
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     """Drop longer prompts; unset: data.max_prompt_tokens."""
     reward: Filled | None = None
-    """A function as `reward.function`, called within reward.timeout_s, that judges the completions; unset: those are
-    right that are the answer and nothing else."""
+    """A function as `reward.function`, called within reward.timeout_s, that judges the completions. Unset: a completion
+    is right if it is the answer and nothing else."""
     success: float = 0.5
-    """With `reward`: a completion whose reward is above this is right."""
+    """With `reward`: a completion is right if its reward is above this."""
     items: Annotated[int, Field(ge=1)] = 256
-    """Items used before and after."""
+    """Items evaluated before and after training."""
     during_items: Annotated[int, Field(ge=1)] | None = None
-    """Items used during the run; unset: items."""
+    """Items evaluated during training; unset: items."""
     every_steps: Annotated[int, Field(ge=0)] | None = None
-    """Evaluate during the run every so many steps; unset: evaluation.every_steps."""
+    """Interval of evaluations in steps; unset: evaluation.every_steps."""
     temperature: Annotated[float, Field(ge=0, le=10)] | None = None
-    """0 is greedy; unset: evaluation.temperature."""
+    """Sampling temperature; 0 is greedy. Unset: evaluation.temperature."""
     max_new_tokens: Annotated[int, Field(ge=1, le=131_072)] | None = None
-    """Unset: sampling.max_new_tokens."""
+    """Longest completion in tokens; unset: sampling.max_new_tokens."""
 
 
 class EvaluationTable(SampledTable):
     """Held-out evaluation: before the first step, during, and after the last."""
 
     items: Annotated[int, Field(ge=1)] = 512
-    """Held-out items used before and after."""
+    """Held-out items evaluated before and after training."""
     every_steps: Annotated[int, Field(ge=0)] = 0
-    """Evaluate during the run every so many steps (0: only before and after)."""
+    """Interval of evaluations in steps; 0: only before and after."""
     during_items: Annotated[int, Field(ge=1)] = 256
-    """Held-out items used during the run."""
+    """Held-out items evaluated during training."""
     temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     sets: list[EvaluationSet] = Field(default_factory=list)
     """Further held-out sets, each an [[evaluation.sets]] of its own."""
 

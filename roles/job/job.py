@@ -21,8 +21,7 @@ from relax_rt.roles.models.cache import stage
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.planning.division import divisible
 from relax_rt.roles.planning.placement import gpus_a_slot
-from relax_rt.roles.report.finish import finish
-from relax_rt.roles.report.summary import render_summary
+from relax_rt.roles.report.summary import finish, render_summary
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.rewards.settings import RewardSettings
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings

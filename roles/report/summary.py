@@ -1,4 +1,4 @@
-"""The account of a run: numbers for summary.json, and the lines that are printed at its end."""
+"""What remains of a run: summary.json, the plots, and the lines that are printed at its end."""
 
 from __future__ import annotations
 
@@ -11,18 +11,64 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.observe.losses import ReportedLoss
 from relax_rt.observe.text import NOTHING, clip, count, duration, number
-from relax_rt.roles.report.history import ColdStartLosses, Evaluation, History, SetScore, StepRecord
+from relax_rt.roles.config.sections import RLConfig
+from relax_rt.roles.report.history import ColdStartLosses, Evaluation, History, SetScore, read_history
+from relax_rt.roles.report.plots import draw_plots
 from relax_rt.transport.queue.ledger.accounting import is_state
 from relax_rt.transport.queue.ledger.messages import Loss, describe_loss
 
+SUMMARY, PLOTS = "summary.json", "plots"
 FIRST_AND_LAST = 10
 LABEL = 19
+LOSS_FIELDS = ("task", "groups", "prompts", "cause", "where", "example", "item", "hint")
 LOSSES, CAUSE = 5, 78
 """Number of printed causes of losses, and of characters of each cause."""
 FILTERED, RULE = "dropped(filter)", "filtered("
 """In the queue's account: samples that filters dropped, and the same ones by rule."""
+
+
+def finish(run_dir: Path, config: RLConfig) -> dict[str, Any]:
+    """Write summary.json and the plots of a run that has ended; return the summary."""
+    return report(
+        run_dir,
+        name=config.run.name,
+        target=config.algorithm.steps,
+        bound=config.algorithm.max_staleness,
+    )
+
+
+def report(run_dir: Path, *, name: str = "", target: int | None = None, bound: float | None = None) -> dict[str, Any]:
+    """Write summary.json and the plots of a run without its config.
+
+    Args:
+        name: the run's name, in the summary and over the plots.
+        target: steps that the run was to make.
+        bound: max_staleness; None or infinity: unbounded.
+
+    Raises:
+        OSError: summary.json cannot be written.
+    """
+    history = read_history(run_dir)
+    summary = {"name": name, **summarise(history, run_dir=run_dir, target=target, bound=bound)}
+    # Written before the plots too, so that a failure of the plots loses no numbers.
+    _write_json(run_dir / SUMMARY, summary)
+    try:
+        plots = draw_plots(history, run_dir / PLOTS, bound=bound, title=name)
+        skipped = "" if plots else "there is nothing to draw"
+    except ImportError as error:
+        plots, skipped = [], f"{error}; install matplotlib, or relax-rt[cpu] or relax-rt[gpu]"
+    except OSError as error:
+        plots, skipped = [], str(error)
+    summary["plots"] = {"files": [str(path) for path in plots], "skipped": skipped}
+    _write_json(run_dir / SUMMARY, summary)
+    return summary
+
+
+def _write_json(path: Path, summary: dict[str, Any]) -> None:
+    fresh = path.with_name(f".{path.name}")
+    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1) + b"\n")
+    fresh.replace(path)
 
 
 def summarise(history: History, *, run_dir: Path, target: int | None, bound: float | None) -> dict[str, Any]:
@@ -34,6 +80,9 @@ def summarise(history: History, *, run_dir: Path, target: int | None, bound: flo
     """
     steps = history.steps
     rewards = [step.reward for step in steps if step.reward == step.reward]
+    rate = history.generated_tokens / history.generated_s if history.generated_s > 0 else None
+    # Samples by the trainer's own record, for a check against the queue's.
+    trained = Counter(key for step in steps if not step.skipped for key in step.keys)
     ends = min(FIRST_AND_LAST, len(rewards) // 2) or len(rewards[:1])
     return {
         "steps": {
@@ -47,12 +96,12 @@ def summarise(history: History, *, run_dir: Path, target: int | None, bound: flo
         "cold_start": summarise_cold(history.cold),
         "samples": {
             "trained": sum(sum(step.staleness.values()) for step in steps if not step.skipped),
-            "trained_twice": _twice(steps),
+            "trained_twice": sum(times - 1 for times in trained.values()),
         },
         "tokens": {
             "generated": history.generated_tokens,
             "generated_at_least": history.incomplete,
-            "generated_per_s": _ratio(history.generated_tokens, history.generated_s),
+            "generated_per_s": rate,
             "trained": int(sum(step.tokens for step in steps if not step.skipped)),
             "computed": int(sum(step.computed_tokens for step in [*steps, *history.redone])),
         },
@@ -70,18 +119,18 @@ def summarise(history: History, *, run_dir: Path, target: int | None, bound: flo
             for role, r in sorted(history.restarts.items())
         },
         "queue": history.account,
-        "losses": [_loss(loss) for loss in history.losses],
+        "losses": [
+            {"samples": loss.members, **{name: getattr(loss, name) for name in LOSS_FIELDS}} for loss in history.losses
+        ],
         "files": {"run_dir": str(run_dir)},
     }
 
 
-def _loss(loss: ReportedLoss) -> dict[str, Any]:
-    fields = ("task", "groups", "prompts", "cause", "where", "example", "item", "hint")
-    return {"samples": loss.members, **{name: getattr(loss, name) for name in fields}}
-
-
 def _time(history: History) -> dict[str, Any]:
-    times = _step_times(history)
+    # From the end of the step before by the same trainer, so that checkpoints are part of it.
+    pairs = zip(history.steps, history.steps[1:], strict=False)
+    between = [(b, b.t - a.t) for a, b in pairs if a.epoch == b.epoch and b.step == a.step + 1]
+    times = between or [(step, step.t - step.began) for step in history.steps]
     return {
         "wall_s": round(history.wall_s, 1),
         "sessions": len(history.sessions),
@@ -90,13 +139,6 @@ def _time(history: History) -> dict[str, Any]:
         "train_s": _mean([step.train_s for step, _ in times]),
         "publish_s": _mean([step.publish_s for step, _ in times]),
     }
-
-
-def _step_times(history: History) -> list[tuple[StepRecord, float]]:
-    """Steps with their seconds, from the end of the one before by the same trainer: checkpoints are in it."""
-    pairs = zip(history.steps, history.steps[1:], strict=False)
-    between = [(b, b.t - a.t) for a, b in pairs if a.epoch == b.epoch and b.step == a.step + 1]
-    return between or [(step, step.t - step.began) for step in history.steps]
 
 
 def _staleness(history: History, bound: float | None) -> dict[str, Any]:
@@ -140,12 +182,6 @@ def _plain(evaluation: Evaluation | None) -> dict[str, Any] | None:
     return {name: _known(value) if isinstance(value, float) else value for name, value in values.items()}
 
 
-def _twice(steps: list[StepRecord]) -> int:
-    """Samples that stand in more than one step of the path, by the trainer's own record."""
-    seen = Counter(key for step in steps if not step.skipped for key in step.keys)
-    return sum(times - 1 for times in seen.values())
-
-
 def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
@@ -153,10 +189,6 @@ def _known(value: float) -> float | None:
 def _mean(values: list[float]) -> float | None:
     known = [value for value in values if math.isfinite(value)]
     return fmean(known) if known else None
-
-
-def _ratio(amount: float, seconds: float) -> float | None:
-    return amount / seconds if seconds > 0 else None
 
 
 def render_summary(summary: dict[str, Any]) -> list[str]:
@@ -236,13 +268,10 @@ def _steps_lines(summary: dict[str, Any]) -> list[str]:
         line += f", {steps['empty']} trained nothing"
     lines = [line]
     if reward["first"] is not None:
-        lines.append(f"reward {_first_and_last(reward)}" if steps["done"] > 1 else f"reward {reward['last']:.3f}")
+        ends = "step" if reward["over_steps"] == 1 else f"{reward['over_steps']} steps"
+        both = f"{reward['first']:.3f} -> {reward['last']:.3f} (mean of first, last {ends})"
+        lines.append(f"reward {both}" if steps["done"] > 1 else f"reward {reward['last']:.3f}")
     return lines
-
-
-def _first_and_last(reward: dict[str, Any]) -> str:
-    ends = "step" if reward["over_steps"] == 1 else f"{reward['over_steps']} steps"
-    return f"{reward['first']:.3f} -> {reward['last']:.3f} (mean of first, last {ends})"
 
 
 def _tokens_line(tokens: dict[str, Any]) -> str:

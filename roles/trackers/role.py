@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.role import RLRole
-from relax_rt.roles.trackers.feed import Feed
+from relax_rt.roles.trackers.feed import Feed, TensorBoardSink, WandbSink
 from relax_rt.roles.trackers.settings import WriterSettings
-from relax_rt.roles.trackers.sinks import TensorBoardSink, WandbSink
 
 if TYPE_CHECKING:
     from relax_rt.roles.trackers.feed import Sink

@@ -12,8 +12,7 @@ import pytest
 from synthetic_run import START, Writer, evaluation, make, step_record
 
 from relax_rt.roles.config.sections import RLConfig
-from relax_rt.roles.report.finish import finish, report
-from relax_rt.roles.report.summary import render_summary
+from relax_rt.roles.report.summary import finish, render_summary, report
 
 PLOTS = ["learning_by_step.png", "learning_by_time.png", "staleness.png", "timeline.png"]
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from synthetic_run import START, Writer, evaluation, make
 
-from relax_rt.roles.report.finish import report
-from relax_rt.roles.report.summary import render_summary
+from relax_rt.roles.report.summary import render_summary, report
 
 
 def scored(when: str, step: int, one: float, eight: float, **more: Any) -> dict[str, Any]:

@@ -18,10 +18,9 @@ from relax_rt.config.problems import ConfigErrors
 from relax_rt.observe.metrics import METRICS, MetricsLog
 from relax_rt.roles.config.sections import RLConfig
 from relax_rt.roles.trackers import settings as writer_settings
-from relax_rt.roles.trackers.feed import POSITION_FILE, Feed, FeedPosition, Point, read_position
+from relax_rt.roles.trackers.feed import POSITION_FILE, Feed, FeedPosition, Point, TensorBoardSink, read_position
 from relax_rt.roles.trackers.role import WriterRole
 from relax_rt.roles.trackers.settings import WriterSettings
-from relax_rt.roles.trackers.sinks import TensorBoardSink
 
 
 class Kept:

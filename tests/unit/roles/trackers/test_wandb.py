@@ -14,7 +14,7 @@ pytest.importorskip("wandb")
 TOLD = """
 from pathlib import Path
 from relax_rt.roles.trackers.feed import Point
-from relax_rt.roles.trackers.sinks import WandbSink
+from relax_rt.roles.trackers.feed import WandbSink
 
 folder = Path({folder!r})
 sink = WandbSink(folder, project="p", name="tiny", run_id="abcd1234", config={{"algorithm": {{"steps": 6}}}})
