@@ -81,7 +81,7 @@ def striking(path: str, strike: Callable[[], None]) -> Callable[..., Any]:
     ids=["killed", "stopped"],
 )
 @pytest.mark.parametrize("step", STEPS)
-async def test_a_server_that_is_struck_in_a_publication_is_out_in_time_and_says_why(
+async def test_a_server_killed_or_stopped_in_a_publication_ends_the_engine_in_time(
     step: str,
     signum: signal.Signals,
     reason: type[RelaxError],
