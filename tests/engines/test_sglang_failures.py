@@ -21,7 +21,7 @@ from sglang_parts import PYTHON, make_engine, needs_server
 
 from relax_rt.process import guard, procfs
 from relax_rt.roles.rollout.engines.base import EngineEnded
-from relax_rt.roles.rollout.engines.sglang.client import Client
+from relax_rt.roles.rollout.engines.sglang.client import SglangClient
 from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
 from relax_rt.roles.rollout.engines.sglang.options import option_names
 from relax_rt.roles.rollout.engines.sglang.server import ServerDied
@@ -149,13 +149,13 @@ async def test_weights_by_handles_and_by_the_file_if_these_are_refused(
     conformance_model: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, told, asked_for = tmp_path_factory.mktemp("h"), list[tuple[int, str]](), list[tuple[str, int]]()
-    call = Client.call
+    call = SglangClient.call
 
-    async def noted(self: Client, path: str, body: Any = None, *, timeout_s: float) -> dict[str, Any]:
+    async def noted(self: SglangClient, path: str, body: Any = None, *, timeout_s: float) -> dict[str, Any]:
         asked_for.append((path, len(str(body))))
         return await call(self, path, body, timeout_s=timeout_s)
 
-    monkeypatch.setattr(Client, "call", noted)
+    monkeypatch.setattr(SglangClient, "call", noted)
 
     def updates() -> list[str]:
         paths = [path for path, _ in asked_for if path.startswith("/update_weights_from")]
