@@ -71,7 +71,10 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     def argv_for(self, task: Task) -> list[str]:
         """Return the command for one task. `python` is the interpreter that runs this."""
         python = [sys.executable] if self.argv[0] in PYTHON else [self.argv[0]]
-        return [*python, *(PLACEHOLDER.sub(lambda found: _filled(found, task), word) for word in self.argv[1:])]
+        return [
+            *python,
+            *(PLACEHOLDER.sub(lambda found: _fill_placeholder(found, task), word) for word in self.argv[1:]),
+        ]
 
     def stdin_for(self, task: Task) -> bytes:
         """Return the standard input for one task."""
@@ -84,7 +87,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
                 return b""
 
 
-def _filled(found: re.Match[str], task: Task) -> str:
+def _fill_placeholder(found: re.Match[str], task: Task) -> str:
     """Return the replacement of a name in braces; one that is not a placeholder stays."""
     if found[1] == "prompt":
         return next((str(said["content"]) for said in reversed(task.messages) if said["role"] == "user"), "")
@@ -214,24 +217,24 @@ def load_program(command: str, options: Mapping[str, Any], config_dir: Path) -> 
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise _wrong(command, f"{error}") from error
+        raise _invalid_command(command, f"{error}") from error
     if not words:
-        raise _wrong(command, "it names no command")
+        raise _invalid_command(command, "it names no command")
     # Braces that are close to a placeholder are a typo; others stay, as in an awk script.
     for name in (name for word in words[1:] for name in PLACEHOLDER.findall(word) if name not in PLACEHOLDERS):
         if close := difflib.get_close_matches(name, PLACEHOLDERS, n=1, cutoff=0.7):
-            raise _wrong(command, f"{{{name}}} is no placeholder", f"did you mean {{{close[0]}}}?")
+            raise _invalid_command(command, f"{{{name}}} is no placeholder", f"did you mean {{{close[0]}}}?")
     name = words[0]
     if "/" in name:
         # Do not resolve links: the python of a virtual environment is one, and finds its packages by its own path.
         words[0] = str(config_dir.absolute() / name)
     if name not in PYTHON and shutil.which(words[0]) is None:
         hint = "name one on the PATH, or ./FILE beside the config, which may be executed"
-        raise _wrong(command, f"there is no command {name!r}", hint)
+        raise _invalid_command(command, f"there is no command {name!r}", hint)
     python = Path(name).name.startswith("python")
     script = next((word for word in words[1:] if not word.startswith("-")), "") if python else ""
     if script.endswith(".py") and not (config_dir / script).is_file():
-        raise _wrong(command, f"there is no {script} in {config_dir}")
+        raise _invalid_command(command, f"there is no {script} in {config_dir}")
     if asked.preload and name not in PYTHON:
         why = f"it is for the python that runs relax-rt, and {name} is another"
         raise RelaxError(f"{OPTIONS}.preload", why=why, hint="leave it out")
@@ -248,5 +251,5 @@ def load_program(command: str, options: Mapping[str, Any], config_dir: Path) -> 
     )
 
 
-def _wrong(command: str, why: str, hint: str = "it is started in the config's folder") -> RelaxError:
+def _invalid_command(command: str, why: str, hint: str = "it is started in the config's folder") -> RelaxError:
     return RelaxError(f"{SETTING} = '{NAME}:{command}'", why=why, hint=hint)

@@ -164,7 +164,7 @@ def serve_blocking(factory: EnvironmentFactory, link: WorkerLink) -> None:
         try:
             result = CallResult(call.number, data=_call_blocking(factory, environments, call))
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit included
-            result = CallResult(call.number, error=_described(error))
+            result = CallResult(call.number, error=_error_text(error))
         _send_result(link, result)
 
 
@@ -201,7 +201,7 @@ def _encoded(value: Any) -> bytes:
     return msgspec.msgpack.encode(value, enc_hook=plain)
 
 
-def _described(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error} at {user_line(error)}"[:MAX_ERROR_CHARS]
 
 
@@ -303,7 +303,7 @@ class AsyncEpisode:
                 if call.operation == "play" and is_episode_over(error):
                     result = CallResult(call.number, over=str(error) or "over")
                 else:
-                    result = CallResult(call.number, error=_described(error))
+                    result = CallResult(call.number, error=_error_text(error))
             self.current = 0
             while self.task.cancelling():
                 # A cancellation of this call must not reach the next one.
@@ -320,16 +320,18 @@ class AsyncEpisode:
             return _encoded(None if last is None else checked_reward(last))
         if call.operation == "close":
             if hasattr(self._environment, "close"):
-                await _awaited(self._environment.close())
+                await _await_if_needed(self._environment.close())
             return b""
         if call.operation == "reset":
             self._environment = make()
-            found = await _awaited(self._environment.reset(msgspec.msgpack.decode(call.data, type=Task)))
+            found = await _await_if_needed(self._environment.reset(msgspec.msgpack.decode(call.data, type=Task)))
             return _encoded_observation(found)
-        return _encoded_step(await _awaited(self._environment.step(msgspec.msgpack.decode(call.data, type=Reply))))
+        return _encoded_step(
+            await _await_if_needed(self._environment.step(msgspec.msgpack.decode(call.data, type=Reply)))
+        )
 
 
-async def _awaited(value: Any) -> Any:
+async def _await_if_needed(value: Any) -> Any:
     return await value if hasattr(value, "__await__") else value
 
 

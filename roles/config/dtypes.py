@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_rt.config.schema import Chosen, RunConfig
-from relax_rt.roles.models.precision import NARROW, DtypeChoice, choose_for_gpu, cpu_dtype, gpu_capabilities
+from relax_rt.roles.models.precision import MIN_BFLOAT16_WIDTH, DtypeChoice, choose_for_gpu, cpu_dtype, gpu_capabilities
 from relax_rt.roles.models.settings import ModelTable, ShardedSettings
 from relax_rt.roles.rewards.genrm.settings import GenrmSettings
 from relax_rt.roles.rollout.engines.settings import EngineSettings
@@ -94,8 +94,8 @@ class _Device:
         width = model_width(
             getattr(table, "model", None) or self._config.table(ModelTable).path, Path(self._config.config_dir)
         )
-        if width is not None and width < NARROW:
-            why = f"on a CPU a model of width {width} gains nothing from bfloat16, which takes {NARROW} or more"
+        if width is not None and width < MIN_BFLOAT16_WIDTH:
+            why = f"on a CPU a model of width {width} gains nothing from bfloat16: {MIN_BFLOAT16_WIDTH} is needed"
             return DtypeChoice("float32", why)
         return self._cpu(measured=self._measured)
 

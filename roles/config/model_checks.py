@@ -196,12 +196,12 @@ def check_computed(config: RunConfig, folder: Path) -> Iterator[Problem]:
         return
     from transformers import AutoConfig
 
-    from relax_rt.roles.models.forward import OTHER_MODELS, UNLIKE, not_computed
+    from relax_rt.roles.models.forward import FORWARD_ERRORS, OTHER_MODELS, unsupported_reason
 
     try:
         text = AutoConfig.from_pretrained(folder).get_text_config()
-    except (*UNLIKE, OSError, StrictDataclassError):
+    except (*FORWARD_ERRORS, OSError, StrictDataclassError):
         # A config that cannot be read is refused, with its reason, by what loads the model.
         return
-    if why := not_computed(text):
+    if why := unsupported_reason(text):
         yield Problem(("model", "path"), f"the model in {folder} cannot be computed: {why}", OTHER_MODELS)

@@ -140,9 +140,9 @@ class ColumnReader:
             if target == "answer" and not column:
                 found[target] = ""
             elif target in TARGETS:
-                found[target] = _at(where, row, column, f"{self._key}.{target}")
+                found[target] = _read_column(where, row, column, f"{self._key}.{target}")
             else:
-                metadata[target] = _at(where, row, column, f"{self._key}.{target}")
+                metadata[target] = _read_column(where, row, column, f"{self._key}.{target}")
         taken = "messages" in found or "prompt" in found
         for target in TARGETS:
             if target in found or target not in row or target in self._mapped or target in self._ignore:
@@ -157,7 +157,7 @@ class ColumnReader:
         """Return the form of the row, and its prompt: text, or a list of messages."""
         given = [name for name in ("prompt", "messages") if name in found]
         if null := [self._columns[name] for name in given if found[name] is None]:
-            raise _null(where, null)
+            raise _null_error(where, null)
         if len(given) == 2:
             hint = f'choose: {self._key} = {{ prompt = "prompt" }} or {{ messages = "messages" }}'
             raise RelaxError(where, why="it has both `messages` and `prompt`", hint=hint)
@@ -235,9 +235,9 @@ class ColumnReader:
         """Return the error of a row without a target: a misspelt column, or the setting that names one."""
         null = [name for name in PROMPTS if name in row and row[name] is None and name not in self._ignore]
         if target == "prompt" and null:
-            return _null(where, null)
+            return _null_error(where, null)
         why = f"there is no `{names[0]}`" if len(names) == 1 else "there is neither `messages` nor `prompt`"
-        if close := misspelt(row, TARGETS, *names):
+        if close := misspelling_note(row, TARGETS, *names):
             return RelaxError(
                 where, why=why + close, hint=f"rename the column, or map it: {self._setting(target, row)}"
             )
@@ -318,7 +318,7 @@ LIKELY = {
 """Columns that error messages suggest; they are used only if data.columns names them."""
 
 
-def _null(where: str, columns: list[str]) -> RelaxError:
+def _null_error(where: str, columns: list[str]) -> RelaxError:
     """Return the error of a row whose prompt is null in these columns."""
     named = " and ".join(f"`{name}`" for name in columns)
     why = f"{named} {'is' if len(columns) == 1 else 'are'} null"
@@ -331,7 +331,7 @@ def _column_of(form: str, row: dict[str, Any]) -> str:
     return "messages" if form == "openai" else "prompt"
 
 
-def _at(where: str, row: Any, column: str, key: str) -> Any:
+def _read_column(where: str, row: Any, column: str, key: str) -> Any:
     """Read the dotted column that the setting `key` names. A column whose own name has dots takes precedence."""
     if column in row:
         return row[column]
@@ -379,7 +379,11 @@ def _message(where: str, message: Any, named: str) -> Message:
         }
     role, content = message.get("role"), message.get("content")
     if role in FUNCTION_CALL:
-        role, content, message = "assistant", None, message | {"tool_calls": _calls(where, content, named)}
+        role, content, message = (
+            "assistant",
+            None,
+            message | {"tool_calls": _parse_sharegpt_calls(where, content, named)},
+        )
     role = SPEAKERS.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
         close = difflib.get_close_matches(str(role), (*ROLES, *SPEAKERS), n=1)
@@ -388,7 +392,7 @@ def _message(where: str, message: Any, named: str) -> Message:
     if content is None and role == "assistant" and message.get("tool_calls"):
         content = ""
     elif isinstance(content, list):
-        content = "".join(_part(where, part, named) for part in content)
+        content = "".join(_part_text(where, part, named) for part in content)
     elif not isinstance(content, str):
         raise RelaxError(where, why=f"{named} is not an object with role and content: its content is {content!r:.60}")
     parsed = {key: one for key, one in message.items() if one is not None}
@@ -400,7 +404,7 @@ def _message(where: str, message: Any, named: str) -> Message:
     return parsed | {"role": role, "content": content}
 
 
-def _part(where: str, part: Any, named: str) -> str:
+def _part_text(where: str, part: Any, named: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
@@ -412,7 +416,7 @@ def _part(where: str, part: Any, named: str) -> str:
     raise RelaxError(where, why=f"{named} has a part that is no text: {part!r:.60}")
 
 
-def _calls(where: str, value: Any, named: str) -> list[dict[str, Any]]:
+def _parse_sharegpt_calls(where: str, value: Any, named: str) -> list[dict[str, Any]]:
     """ShareGPT's call, JSON of name and arguments, as OpenAI's."""
     try:
         calls = json.loads(value) if isinstance(value, str) else value
@@ -462,7 +466,7 @@ def _without_null(value: Any) -> Any:
     return value
 
 
-def misspelt(row: Collection[str], known: Collection[str], *wanted: str) -> str:
+def misspelling_note(row: Collection[str], known: Collection[str], *wanted: str) -> str:
     """Return a remark on a key of the row that looks like a misspelt one; empty if none does.
 
     Args:

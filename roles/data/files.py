@@ -61,7 +61,7 @@ def find_shards(path: Path, setting: str, key: str, split: str | None = None) ->
     what = f"{key} = {setting!r}"
     if is_pattern(path):
         found = sorted(p for p in path.parent.glob(path.name) if p.is_file() and not p.name.startswith("."))
-        shards = _shards(found)
+        shards = _as_shards(found)
         if not shards:
             raise RelaxError(what, why=f"no file of {path.parent} matches {path.name!r}", hint=f"rows are {KINDS}")
         return shards, []
@@ -69,7 +69,7 @@ def find_shards(path: Path, setting: str, key: str, split: str | None = None) ->
         return _folder_shards(path, what, split)
     if not path.is_file():
         raise RelaxError(what, why=f"there is no file {path}", hint=missing_hint(path, setting))
-    if not (shards := _shards([path])):
+    if not (shards := _as_shards([path])):
         hint = f"use {KINDS}"
         if path.suffix == ".json":
             hint = "one object a line: rename it to .jsonl; an array: jq -c '.[]' FILE.json > FILE.jsonl"
@@ -101,7 +101,7 @@ def _folder_shards(folder: Path, what: str, split: str | None) -> tuple[list[Sha
     if (folder / "state.json").is_file():
         files = [folder / str(one["filename"]) for one in _json(folder / "state.json").get("_data_files", [])]
         return [Shard(str(file), ".arrow") for file in files], []
-    found = _shards(sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith((".", "_"))))
+    found = _as_shards(sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith((".", "_"))))
     if not found and (folder / "data").is_dir():
         return _folder_shards(folder / "data", what, split)
     if not found:
@@ -130,7 +130,7 @@ def _choose_split(names: list[str], what: str, split: str | None) -> str:
     raise RelaxError(what, why=why, hint="name one as `split`, beside the path")
 
 
-def _shards(files: list[Path]) -> list[Shard]:
+def _as_shards(files: list[Path]) -> list[Shard]:
     kinds = (*PACKED, *PLAIN, *TABLES)
     return [
         Shard(str(file), next(kind for kind in kinds if file.name.endswith(kind)))
@@ -159,23 +159,23 @@ def read_rows(path: Path, setting: str, key: str) -> Iterator[tuple[str, Any]]:
     for shard in find_shards(path, setting, key)[0]:
         if shard.kind in TABLES:
             for number, row in table_rows(shard):
-                yield where(shard, number), row
+                yield row_location(shard, number), row
         else:
-            for number, _, line in lines(shard):
+            for number, _, line in read_lines(shard):
                 try:
-                    yield where(shard, number), parse_line(where(shard, number), line)
+                    yield row_location(shard, number), parse_line(row_location(shard, number), line)
                 except RelaxError as error:
-                    yield where(shard, number), error
+                    yield row_location(shard, number), error
 
 
-def where(shard: Shard, number: int) -> str:
+def row_location(shard: Shard, number: int) -> str:
     """File and line of a row, as errors name it."""
     if shard.kind == TASK:
         return f"{shard.path}[{number - 1}]"
     return f"{shard.path}:{'row ' if shard.kind in TABLES else ''}{number}"
 
 
-def lines(shard: Shard) -> Iterator[tuple[int, int, bytes]]:
+def read_lines(shard: Shard) -> Iterator[tuple[int, int, bytes]]:
     """Yield the lines of a text shard that are not empty: number, byte offset in the (unpacked) text, and the line.
 
     Raises:
@@ -190,11 +190,13 @@ def lines(shard: Shard) -> Iterator[tuple[int, int, bytes]]:
                 offset += len(line)
                 if len(line) > MAX_LINE:
                     why = f"the line has more than {MAX_LINE >> 20} MiB"
-                    raise RelaxError(where(shard, number), why=why, hint="one JSON object a line")
+                    raise RelaxError(row_location(shard, number), why=why, hint="one JSON object a line")
                 if number == 1:
                     if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                         hint = "convert it: iconv -f UTF-16 -t UTF-8"
-                        raise RelaxError(where(shard, 1), why="the file is UTF-16 (it begins with its mark)", hint=hint)
+                        raise RelaxError(
+                            row_location(shard, 1), why="the file is UTF-16 (it begins with its mark)", hint=hint
+                        )
                     if line.startswith(codecs.BOM_UTF8):
                         start, line = start + 3, line[3:]
                 if line.strip():
@@ -205,7 +207,9 @@ def lines(shard: Shard) -> Iterator[tuple[int, int, bytes]]:
         kind = "gzip" if shard.kind.endswith(".gz") else "zstd"
         hint = "it was cut off, or is no such file: copy it again"
         raise RelaxError(
-            where(shard, number + 1), why=f"the {kind} data cannot be unpacked behind this line: {error}", hint=hint
+            row_location(shard, number + 1),
+            why=f"the {kind} data cannot be unpacked behind this line: {error}",
+            hint=hint,
         ) from error
 
 
@@ -277,18 +281,18 @@ def parse_line(where: str, line: bytes) -> Any:
     try:
         row = decode_json(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _wrong_line(where, line, error) from None
+        raise _line_error(where, line, error) from None
     # A key that stands twice in an object is lost by decoding. Looking for it costs more than decoding: it is done only
     # where the line has another number of colons behind quotation marks than the row has keys.
-    if isinstance(row, dict) and line.count(b'":') != _keys(row):
+    if isinstance(row, dict) and line.count(b'":') != _number_of_keys(row):
         counts: Counter[str] = Counter()
         _count_keys(row, counts)
         if any(line.count(b'"%b"' % key.encode()) != count for key, count in counts.items()):
-            _check_keys(where, line)
+            _refuse_duplicate_keys(where, line)
     return row
 
 
-def _wrong_line(where: str, line: bytes, error: Exception) -> RelaxError:
+def _line_error(where: str, line: bytes, error: Exception) -> RelaxError:
     if (nul := line.find(b"\0")) >= 0:
         count = len(line) - len(line.lstrip(b"\0")) if nul == 0 else line.count(b"\0")
         hint = "the file was cut off while it was written (a crash, a full disk): write it again"
@@ -357,11 +361,11 @@ def _lone_surrogate(line: bytes) -> tuple[int, str] | None:
     return None
 
 
-def _keys(value: Any) -> int:
+def _number_of_keys(value: Any) -> int:
     """Keys of all objects in a value."""
     if isinstance(value, dict):
-        return len(value) + sum(_keys(one) for one in value.values() if isinstance(one, dict | list))
-    return sum(_keys(one) for one in value if isinstance(one, dict | list))
+        return len(value) + sum(_number_of_keys(one) for one in value.values() if isinstance(one, dict | list))
+    return sum(_number_of_keys(one) for one in value if isinstance(one, dict | list))
 
 
 def _count_keys(value: Any, counts: Counter[str]) -> None:
@@ -377,7 +381,7 @@ _TOKEN = re.compile(rb'("[^"\\]*(?:\\.[^"\\]*)*")(\s*:)?|[{}\[\]]')
 """A string with the colon that makes it a key, or a bracket."""
 
 
-def _check_keys(where: str, line: bytes) -> None:
+def _refuse_duplicate_keys(where: str, line: bytes) -> None:
     """Refuse an object, however deep, that has a key twice. The line is valid JSON."""
     keys: list[set[str]] = []
     for token in _TOKEN.finditer(line):

@@ -41,7 +41,7 @@ def find_fault(task: str, options: Mapping[str, Any], table: str) -> TaskFault |
     Args:
         table: dotted key of the table that names the task.
     """
-    declared = _declared()
+    declared = _registered_tasks()
     if not declared or _fault(task, options, table, declared, lambda: _declared_fields(*declared[task])) is None:
         return None
     try:
@@ -52,7 +52,7 @@ def find_fault(task: str, options: Mapping[str, Any], table: str) -> TaskFault |
 
 
 @cache
-def _declared() -> dict[str, tuple[str, str]]:
+def _registered_tasks() -> dict[str, tuple[str, str]]:
     """Map each task that the source of reasoning-gym registers to its module's text and the name of its config."""
     spec = importlib.util.find_spec("reasoning_gym")
     declared = {}
@@ -134,7 +134,7 @@ class GymTask:
         """Yield the task's items in order, duplicates included."""
         for index in range(len(self.dataset)):
             entry = self.dataset[index]
-            metadata = plain(entry["metadata"]) | {"source_index": index}
+            metadata = to_plain_values(entry["metadata"]) | {"source_index": index}
             yield RawItem(
                 question=str(entry["question"]),
                 answer="" if entry["answer"] is None else str(entry["answer"]),
@@ -148,7 +148,7 @@ class GymTask:
         return float(self.dataset.score_answer(answer, entry=self.dataset[metadata["source_index"]]))
 
 
-def plain(value: Any) -> Any:
+def to_plain_values(value: Any) -> Any:
     """Return the value as JSON-like data (str for what has no such form), so that it comes out of the wire as it went
     in."""
     return _with_lists(msgspec.to_builtins(value, str_keys=True, enc_hook=str))

@@ -26,7 +26,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from relax_rt.roles.data.columns import ColumnReader, Form, unknown_notes
-from relax_rt.roles.data.files import TABLES, TASK, Shard, find_shards, lines, parse_line, table_rows, where
+from relax_rt.roles.data.files import TABLES, TASK, Shard, find_shards, parse_line, read_lines, row_location, table_rows
 from relax_rt.roles.data.gym import GymTask
 from relax_rt.roles.data.items import RawItem
 from relax_rt.roles.data.settings import DataTable
@@ -192,7 +192,7 @@ class RowIndex:
             IndexBuilder(folder, keep=data.duplicates == "keep").build(sources, shards, notes)
 
         try:
-            folder = build_once(PREFIX + _key(sources, shards, data.duplicates), build)
+            folder = build_once(PREFIX + _cache_key(sources, shards, data.duplicates), build)
         except CacheUnavailable:
             return cls._build_temporary(build)
         except OSError as error:
@@ -249,7 +249,7 @@ class RowIndex:
         if not shard.plain:
             copied: RawItem = msgspec.msgpack.decode(data, type=RawItem)
             return copied
-        at = where(shard, int(row["number"]))
+        at = row_location(shard, int(row["number"]))
         try:
             raw: RawItem = self._readers[row["source"]].read(at, parse_line(at, data))
         except RelaxError as error:
@@ -326,10 +326,10 @@ def _raw_items(
         for at, shard in enumerate(shards):
             if shard.kind in TABLES:
                 for number, row in table_rows(shard, reader.nullable):
-                    yield at, number, 0, 0, reader.read(where(shard, number), row)
+                    yield at, number, 0, 0, reader.read(row_location(shard, number), row)
             else:
-                for number, offset, line in lines(shard):
-                    named = where(shard, number)
+                for number, offset, line in read_lines(shard):
+                    named = row_location(shard, number)
                     yield at, number, offset, len(line), reader.read(named, parse_line(named, line))
 
 
@@ -450,7 +450,7 @@ class IndexBuilder:
         later = np.flatnonzero(first != np.arange(len(rows)))
 
         def named(row: int) -> str:
-            return where(shards[rows["shard"][row]], int(rows["number"][row]))
+            return row_location(shards[rows["shard"][row]], int(rows["number"][row]))
 
         shown = ", ".join(f"{named(int(row))} (as {named(int(first[row]))})" for row in later[:NAMED])
         more = f" and {len(later) - NAMED} more" if len(later) > NAMED else ""
@@ -475,7 +475,7 @@ def item_ids(questions: NDArray[np.uint64], contents: NDArray[np.uint64]) -> NDA
     return np.where(shared, contents, questions)
 
 
-def _key(sources: Sequence[SourceSpec], shards: Sequence[Sequence[Shard]], duplicates: str) -> str:
+def _cache_key(sources: Sequence[SourceSpec], shards: Sequence[Sequence[Shard]], duplicates: str) -> str:
     """Cache key of an index: versions, sources, and sizes and times of the files instead of their contents."""
     parts: list[Any] = [VERSION, [msgspec.structs.replace(one, weight=None) for one in sources], duplicates]
     for shard in (one for some in shards for one in some):

@@ -32,7 +32,7 @@ from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.settings import ShardedSettings
 from relax_rt.roles.models.tokenizer import ChatTokenizer, check_vocabulary, load_tokenizer
 from relax_rt.roles.planning.division import divides_model
-from relax_rt.roles.rewards.answer_checks import SHOWN, answer_reports
+from relax_rt.roles.rewards.answer_checks import MAX_PRINTED, answer_reports
 from relax_rt.roles.rewards.checks import describe_sandboxes, preflight_judge
 from relax_rt.roles.rewards.dry_run import dry_run, task_of
 from relax_rt.roles.rollout.engines.settings import EngineSettings
@@ -267,9 +267,9 @@ def _check_answers(config: RLConfig, config_dir: Path) -> list[Problem]:
         reports = answer_reports(reward_table(config), config.data, config_dir)
     except RelaxError as error:
         return [as_problem(error, ("reward",))]
-    problems = [problem for report in reports if (problem := report.problem(SHOWN))]
+    problems = [problem for report in reports if (problem := report.problem(MAX_PRINTED))]
     for report in reports if not problems else []:
-        for line in report.lines(SHOWN):
+        for line in report.lines(MAX_PRINTED):
             say(line if line.startswith(" ") else f"warning: {line}")
     return problems
 

@@ -72,12 +72,12 @@ def warn_if_slow(ctx: RoleContext, device: str, dtype: str) -> None:
     ctx.log.warning(f"{fast.why}: float32 would be faster than bfloat16", setting="dtype")
 
 
-def autocasting(device: torch.device, wanted: bool) -> AbstractContextManager[object]:
+def autocast_context(device: torch.device, wanted: bool) -> AbstractContextManager[object]:
     """bfloat16 autocast on this device, if it is wanted."""
     return torch.autocast(device.type, torch.bfloat16) if wanted else nullcontext()
 
 
-def free_cached(device: torch.device) -> None:
+def empty_cache(device: torch.device) -> None:
     """What torch holds of the GPU's memory without use goes back to it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -99,11 +99,11 @@ def set_generator_states(states: Mapping[str, torch.Tensor], device: torch.devic
         torch.cuda.set_rng_state(state, device)
 
 
-def on_host(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def copy_to_host(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return a copy of contiguous values in this process's ordinary memory.
 
     From a GPU they come through two pinned buffers, one of which is filled while the other is emptied: pinned memory as
-    large as a model is dear, and a copy into ordinary memory crosses the bus at a fraction of its speed.
+    large as a model is expensive, and a direct copy into ordinary memory runs at a fraction of the bus's speed.
 
     Args:
         out: of the same shape and dtype; None: memory of its own.
@@ -115,22 +115,30 @@ def on_host(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tens
         return out
     source, target = (one.reshape(-1).view(torch.uint8) for one in (values.detach(), out))
     with _PinnedBuffers.turn:
-        buffers = _PinnedBuffers.buffers()
-        waiting: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
-        for number, at in enumerate(range(0, len(source), PINNED_BYTES)):
-            part = source[at : at + PINNED_BYTES]
-            buffer = buffers[number % 2][: len(part)]
-            buffer.copy_(part, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
-            _copy_arrived(target, waiting)
-            waiting = at, buffer, copied
-        _copy_arrived(target, waiting)
+        copy_through(source, target, _PinnedBuffers.buffers())
     return out
 
 
+def copy_through(source: torch.Tensor, target: torch.Tensor, buffers: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Copy uint8 [n] from a GPU to uint8 [n] on the CPU: one buffer is filled while the other one is emptied."""
+    arrived: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event] | None = None
+    for number, at in enumerate(range(0, len(source), len(buffers[0]))):
+        part = source[at : at + len(buffers[0])]
+        buffer = buffers[number % 2][: len(part)]
+        buffer.copy_(part, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        if arrived is not None:
+            arrived[2].synchronize()
+            arrived[0].copy_(arrived[1])
+        arrived = target[at : at + len(part)], buffer, copied
+    if arrived is not None:
+        arrived[2].synchronize()
+        arrived[0].copy_(arrived[1])
+
+
 class _PinnedBuffers:
-    """The two buffers of this process; whoever has the turn uses them."""
+    """The two pinned buffers of this process, used under the lock `turn`."""
 
     turn = threading.Lock()
     _made: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -143,14 +151,7 @@ class _PinnedBuffers:
         return cls._made
 
 
-def _copy_arrived(target: torch.Tensor, arrived: tuple[int, torch.Tensor, torch.cuda.Event] | None) -> None:
-    if arrived is not None:
-        at, buffer, copied = arrived
-        copied.synchronize()
-        target[at : at + len(buffer)].copy_(buffer)
-
-
-SIGNS = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
+OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
 """In the messages of what torch raises on a CPU, and of what NCCL and cuBLAS make of it."""
 
 
@@ -158,7 +159,7 @@ def out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory could not be had."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY_TEXTS)
 
 
 @contextmanager

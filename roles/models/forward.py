@@ -15,35 +15,35 @@ if TYPE_CHECKING:
     pass
 
 
-NEUTRAL = {
+NEUTRAL_SETTINGS = {
     "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
     "logits_scaling": 1.0,
     "logit_scale": 1.0,
 }
 """Settings of known models, and the values with which they change nothing."""
-ASKED = ("max_position_embeddings", "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+REQUIRED_SETTINGS = ("max_position_embeddings", "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 """What the engine asks a model's config for: models without positions, as of ALiBi, have no context of their own."""
 PROBE_TOKENS = 8
 OTHER_MODELS = (
     "use a model of full attention and plain logits (Qwen3, Llama, SmolLM2), or lower max_position_embeddings to its "
     "window where sequences are that short"
 )
-CLOSE = 1e-3
+LOGITS_TOLERANCE = 1e-3
 """Both ways are the same operations on the same numbers; a scale or a cap changes more."""
-UNLIKE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError, Refused)
+FORWARD_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError, Refused)
 """What a model of its own ways says to a word, or a form of attention, that it does not know."""
 
 
-def check_plain(model: Any, folder: Path) -> None:
+def check_forward(model: Any, folder: Path) -> None:
     """Refuse a model that is not computed whole; it is in evaluation mode.
 
     Raises:
         Refused: with what would be left out.
     """
     text = model.config.get_text_config()
-    if why := not_computed(text):
-        raise _refused(folder, why)
+    if why := unsupported_reason(text):
+        raise _unsupported(folder, why)
     device = next(model.parameters()).device
     ids = torch.arange(PROBE_TOKENS, device=device)[None] % int(text.vocab_size)
     with torch.no_grad():
@@ -51,8 +51,10 @@ def check_plain(model: Any, folder: Path) -> None:
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         ours = model.get_output_embeddings()(hidden)
     gap, most = float((whole - ours).abs().max()), float(whole.abs().max())
-    if not gap <= CLOSE * most:
-        raise _refused(folder, f"its logits differ by {gap:.3g} (of {most:.3g}) from those of its layers and its head")
+    if not gap <= LOGITS_TOLERANCE * most:
+        raise _unsupported(
+            folder, f"its logits differ by {gap:.3g} (of {most:.3g}) from those of its layers and its head"
+        )
 
 
 def cache_keyword(layers: Any) -> str:
@@ -60,12 +62,12 @@ def cache_keyword(layers: Any) -> str:
     return "cache" if "cache" in inspect.signature(layers.forward).parameters else "past_key_values"
 
 
-def not_computed(text: Any) -> str:
+def unsupported_reason(text: Any) -> str:
     """Return what of a text model's settings is not computed; empty if nothing."""
-    for key, neutral in NEUTRAL.items():
+    for key, neutral in NEUTRAL_SETTINGS.items():
         if (value := getattr(text, key, neutral)) not in (neutral, None):
             return f"{key} = {value} is not computed"
-    if lacking := [name for name in ASKED if not isinstance(getattr(text, name, None), int)]:
+    if lacking := [name for name in REQUIRED_SETTINGS if not isinstance(getattr(text, name, None), int)]:
         return f"its config has no {', '.join(lacking)}, by which it is computed"
     context = int(text.max_position_embeddings)
     types = set(getattr(text, "layer_types", None) or ())
@@ -79,7 +81,7 @@ def not_computed(text: Any) -> str:
     return ""
 
 
-def _refused(folder: Path, why: str) -> Refused:
+def _unsupported(folder: Path, why: str) -> Refused:
     return Refused(
         f"the model in {folder}",
         why=why,

@@ -40,20 +40,20 @@ def processor_name(cpuinfo: Path = CPUINFO) -> str:
 
 Named = Literal["float32", "bfloat16"]
 
-CLEAR = 0.85
+MAX_BFLOAT16_RATIO = 0.85
 """bfloat16 is chosen if its products take at most this part of float32's time. Measured on one core of an EPYC with
 avx512_bf16 (torch 2.13): 0.56; with these instructions hidden from oneDNN: 2.6 (AVX-512) and 12 (AVX2)."""
-HOPELESS = 4.0
+ABORT_RATIO = 4.0
 """From this ratio on a few rounds are enough: without instructions one may take 100 ms."""
 ROUNDS, LEAST_ROUNDS = 5, 3
 TOKENS, WIDTH = 128, 256
-NARROW = 256
+MIN_BFLOAT16_WIDTH = 256
 """Hidden sizes below this do not benefit from bfloat16 on a CPU: products of 128 x 128 matrices take 1.1 times as long
 as in float32 even with bfloat16 instructions, and all values have to be converted."""
 GPU_TIMEOUT_S = 20.0
 FAST_GPU = 8.0
 """Compute capability from which on tensor cores take bfloat16 (Ampere)."""
-HIDING = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 """Environment variables that keep libraries from using a CPU's instructions."""
 
 
@@ -94,7 +94,7 @@ def choose_for_cpu(
         has = "has" if instructions else "is not known to have"
         why = f"{name} {has} instructions for bfloat16; not timed, as torch is not installed here"
         return DtypeChoice("bfloat16" if instructions else "float32", why)
-    dtype: Named = "bfloat16" if timing.ratio <= CLEAR else "float32"
+    dtype: Named = "bfloat16" if timing.ratio <= MAX_BFLOAT16_RATIO else "float32"
     return DtypeChoice(
         dtype, f"on {name} matrix products in bfloat16 take {timing.ratio:.2g} times as long as in float32"
     )
@@ -106,8 +106,8 @@ def cpu_dtype(*, measured: bool = True) -> DtypeChoice:
     Args:
         measured: False answers at once, from the flags and what was measured before; it may be another answer.
     """
-    known = _recall()
-    measure = (lambda: known) if known is not None or not measured else measure_and_keep
+    known = _read_cached()
+    measure = (lambda: known) if known is not None or not measured else measure_cached
     return choose_for_cpu(computes_bfloat16(), measure, name=processor_name())
 
 
@@ -133,19 +133,19 @@ def time_products(clock: Callable[[], float] = time.thread_time) -> DtypeTiming:
                 torch.nn.functional.linear(x, w), torch.mm(x, w), torch.mm(x.t(), x)
                 best[dtype] = min(best[dtype], clock() - began)
             found = DtypeTiming(best[torch.float32], best[torch.bfloat16])
-            if number >= LEAST_ROUNDS and found.ratio > HOPELESS:
+            if number >= LEAST_ROUNDS and found.ratio > ABORT_RATIO:
                 break
     finally:
         torch.set_num_threads(threads)
     return found
 
 
-def measure_and_keep() -> DtypeTiming | None:
+def measure_cached() -> DtypeTiming | None:
     """`time_products`, kept in the cache folder for later processes, so that all of a machine decide alike."""
     if find_spec("torch") is None:
         return None
     timing = time_products()
-    path = _kept_at()
+    path = _cache_path()
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,22 +156,22 @@ def measure_and_keep() -> DtypeTiming | None:
     return timing
 
 
-def _recall() -> DtypeTiming | None:
+def _read_cached() -> DtypeTiming | None:
     try:
-        kept = json.loads(_kept_at().read_text())
+        kept = json.loads(_cache_path().read_text())
         timing = DtypeTiming(float(kept["float32_s"]), float(kept["bfloat16_s"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return timing if timing.float32_s > 0 and timing.bfloat16_s > 0 else None
 
 
-def _kept_at() -> Path:
+def _cache_path() -> Path:
     """By all that the answer rests on: the CPU, torch, and what is hidden from its libraries."""
     try:
         torch = version("torch")
     except PackageNotFoundError:
         torch = ""
-    hidden = {name: value for name in HIDING if (value := os.environ.get(name))}
+    hidden = {name: value for name in ISA_VARIABLES if (value := os.environ.get(name))}
     about = json.dumps([processor_name(), computes_bfloat16(), torch, hidden], sort_keys=True)
     return cache_dir() / f"cpu-dtype-{hashlib.sha256(about.encode()).hexdigest()[:16]}.json"
 

@@ -30,8 +30,8 @@ FIRST, DRAWN = 256, 256
 """Rows that are checked without --all: the first, and as many drawn from the others."""
 SEED = 0
 CHUNK = 2048
-SHOWN, KEPT = 10, 1000
-ANSWER = 1000
+MAX_PRINTED, MAX_EXAMPLES = 10, 1000
+MAX_ANSWER_CHARS = 1000
 """Characters of an answer in a report; what is cut ends in an ellipsis."""
 
 
@@ -113,8 +113,12 @@ async def _check(
                 report.checked += 1
                 if why := known[_key(item.answer)]:
                     report.wrong += 1
-                    if len(report.examples) < KEPT:
-                        shown = answer if len(answer := answer_text(item.answer)) <= ANSWER else f"{answer[:ANSWER]}…"
+                    if len(report.examples) < MAX_EXAMPLES:
+                        shown = (
+                            answer
+                            if len(answer := answer_text(item.answer)) <= MAX_ANSWER_CHARS
+                            else f"{answer[:MAX_ANSWER_CHARS]}…"
+                        )
                         report.examples.append(UnreadableAnswer(item.where, shown, why))
             if len(known) > 1_000_000:
                 known.clear()

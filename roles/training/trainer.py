@@ -373,7 +373,8 @@ class TrainerRole(RLRole[TrainerSettings]):
                     PromptCurriculum.of, self.ctx, self.config, self.queue, self.objective, history
                 )
         # The critic is given tokens by rank 0, which then reads all samples anyway.
-        shares = isinstance(self.backend, Leader) and self.backend.lease_reader is not None and self.critic is None
+        alone = self.critic is not None or self.objective.reads_columns
+        shares = isinstance(self.backend, Leader) and self.backend.lease_reader is not None and not alone
         self.collector = Collector(
             self.queue,
             self.ctx.progress,

@@ -15,7 +15,7 @@ from gang_harness import samples
 from harness import VOCABULARY
 
 from relax_rt.roles.base.sample import Sample
-from relax_rt.roles.models.device import CPU, generator_states, on_host, set_generator_states
+from relax_rt.roles.models.device import CPU, copy_to_host, generator_states, set_generator_states
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.settings import CriticSettings, LoraTable
 from relax_rt.roles.training.batch.budget import TokenBudget
@@ -111,9 +111,9 @@ def test_a_micro_batch_without_memory_is_halved_and_the_step_is_the_same(conform
 
 def test_values_reach_the_host_whole(tmp_path: Path) -> None:
     values = torch.arange(70 << 20, device=CUDA, dtype=torch.int32).to(torch.uint8)
-    assert torch.equal(on_host(values), values.cpu())
+    assert torch.equal(copy_to_host(values), values.cpu())
     odd = torch.randn(3, 5, 7, device=CUDA)
-    assert torch.equal(on_host(odd), odd.cpu()) and on_host(odd[:0]).shape == (0, 5, 7)
+    assert torch.equal(copy_to_host(odd), odd.cpu()) and copy_to_host(odd[:0]).shape == (0, 5, 7)
 
 
 def test_the_device_s_random_numbers_go_on(conformance_model: Path) -> None:

@@ -14,7 +14,7 @@ from relax_rt.transport.rpc.errors import Refused
 
 Key = tuple[str, str]
 """Role and digest of a message, or of a set of tools."""
-THINK, THOUGHT = "<think>", "</think>"
+THINK_START, THINK_END = "<think>", "</think>"
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 ASSISTANT = "assistant"
 
@@ -28,11 +28,11 @@ def check_messages(messages: Sequence[Message]) -> None:
     if not messages:
         raise Refused("a conversation without messages", why="there is nothing to answer", hint="send at least one")
     for place, message in enumerate(messages):
-        if wrong := _wrong(message):
+        if wrong := _invalid_message(message):
             raise Refused(f"messages[{place}]", why=wrong, hint="messages are as in OpenAI's Chat Completions")
 
 
-def _wrong(message: Any) -> str:
+def _invalid_message(message: Any) -> str:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return "it has no role"
     content = message.get("content")
@@ -49,11 +49,11 @@ def _wrong(message: Any) -> str:
     return ""
 
 
-def without_thought(content: str) -> str:
+def text_after_reasoning(content: str) -> str:
     """Return the text after the reasoning; empty if the reasoning does not end."""
-    if THOUGHT in content:
-        return content.rpartition(THOUGHT)[2].lstrip("\n")
-    return "" if content.lstrip().startswith(THINK) else content
+    if THINK_END in content:
+        return content.rpartition(THINK_END)[2].lstrip("\n")
+    return "" if content.lstrip().startswith(THINK_START) else content
 
 
 def message_key(message: Message) -> Key:
@@ -65,9 +65,10 @@ def message_key(message: Message) -> Key:
     role, content = message["role"], content_text(message.get("content"))
     if role == ASSISTANT:
         if isinstance(content, str):
-            content = without_thought(content).strip()
+            content = text_after_reasoning(content).strip()
         calls = [
-            [call["function"]["name"], _canonical(call["function"].get("arguments"))] for call in tool_calls_of(message)
+            [call["function"]["name"], _canonical_arguments(call["function"].get("arguments"))]
+            for call in tool_calls_of(message)
         ]
         return role, digest([content, calls])
     # Frameworks name the tool again beside its result, or do not, and give ids of their own.
@@ -85,7 +86,7 @@ def digest(value: Any) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def _canonical(arguments: Any) -> Any:
+def _canonical_arguments(arguments: Any) -> Any:
     parsed = parsed_arguments(arguments)
     return parsed.strip() if isinstance(parsed, str) else parsed
 
@@ -96,4 +97,4 @@ def without_reasoning(message: Message) -> Message:
         return message
     content = content_text(message.get("content"))
     bare = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
-    return {**bare, "content": without_thought(content) if isinstance(content, str) else content}
+    return {**bare, "content": text_after_reasoning(content) if isinstance(content, str) else content}

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.roles.agentic.tokens.messages import THINK, THOUGHT
+from relax_rt.roles.agentic.tokens.messages import THINK_END, THINK_START
 from relax_rt.roles.agentic.tokens.types import Tool
 from relax_rt.roles.models.chat_template import STRICT_JSON, parsed_arguments, written_arguments
 from relax_rt.transport.rpc.errors import Refused
@@ -49,9 +49,9 @@ class ParsedCompletion(msgspec.Struct, frozen=True):
     malformed: int = 0
 
 
-Found = tuple[str, list[ToolCall], int]
+FoundCalls = tuple[str, list[ToolCall], int]
 """Words, calls, and how many more were malformed."""
-Reader = Callable[[str, int], tuple[list[ToolCall], int] | None]
+CallReader = Callable[[str, int], tuple[list[ToolCall], int] | None]
 """Calls of a text from a place on and where they end; None: there are none."""
 
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
@@ -93,21 +93,21 @@ _literals = threading.Lock()
 """Held while warning filters are changed: they are global to the process, and texts are parsed in threads."""
 
 
-def _json_at(text: str, at: int) -> tuple[Any, int] | None:
+def _decode_json_at(text: str, at: int) -> tuple[Any, int] | None:
     """Return the JSON value that begins at a place, space before it skipped, and where it ends."""
-    begin = _after(SPACE, text, at)
+    begin = _skip(SPACE, text, at)
     try:
         return STRICT_JSON.raw_decode(text, begin)
     except (ValueError, RecursionError):
         return None
 
 
-def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
+def _skip(pattern: re.Pattern[str], text: str, at: int) -> int:
     found = pattern.match(text, at)
     return found.end() if found else at
 
 
-def _call(name: Any, arguments: Any, id: str = "") -> ToolCall | None:
+def _make_call(name: Any, arguments: Any, id: str = "") -> ToolCall | None:
     """Build a call if it has a name and its arguments are an object or absent (null, empty text)."""
     arguments = parsed_arguments(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
@@ -124,21 +124,21 @@ def _call_object(value: Any) -> ToolCall | None:
         return None
     arguments, name = value.get("arguments"), value.get("id")
     arguments = value.get("parameters") if arguments is None else arguments
-    return _call(value.get("name"), arguments, name if isinstance(name, str) and CALL_ID.fullmatch(name) else "")
+    return _make_call(value.get("name"), arguments, name if isinstance(name, str) and CALL_ID.fullmatch(name) else "")
 
 
-def call_of(value: Any) -> ToolCall | None:
+def parse_openai_call(value: Any) -> ToolCall | None:
     """Read a call of a message in OpenAI's form; None if it is malformed."""
     return _call_object(value.get("function", value)) if isinstance(value, dict) else None
 
 
 def _arguments_at(text: str, at: int, *ends: str) -> tuple[Any, int] | None:
     """Read the JSON arguments at a position; {} where one of `ends` follows immediately."""
-    begin = _after(SPACE, text, at)
-    return ({}, begin) if text.startswith(ends, begin) else _json_at(text, begin)
+    begin = _skip(SPACE, text, at)
+    return ({}, begin) if text.startswith(ends, begin) else _decode_json_at(text, begin)
 
 
-def _regions(text: str, opening: str, closing: str, read: Reader) -> Found:
+def _calls_between_marks(text: str, opening: str, closing: str, read: CallReader) -> FoundCalls:
     """Calls between marks; a last one may lack its closing mark, as models leave it out before they stop."""
     kept: list[str] = []
     calls: list[ToolCall] = []
@@ -148,7 +148,7 @@ def _regions(text: str, opening: str, closing: str, read: Reader) -> Found:
         found = read(text, body)
         end = -1
         if found is not None:
-            end = _after(SPACE, text, found[1])
+            end = _skip(SPACE, text, found[1])
             end = end + len(closing) if text.startswith(closing, end) else end if end == len(text) else -1
         if found is None or end < 0:
             malformed += 1
@@ -161,7 +161,7 @@ def _regions(text: str, opening: str, closing: str, read: Reader) -> Found:
     return "".join([*kept, text[at:]]), calls, malformed
 
 
-def _section(found: Found, marks: tuple[str, str]) -> Found:
+def _strip_section_marks(found: FoundCalls, marks: tuple[str, str]) -> FoundCalls:
     """Remove the marks of a section of calls from the text. A section that was opened and has no call is malformed."""
     said, calls, malformed = found
     if calls and not malformed:
@@ -172,7 +172,7 @@ def _section(found: Found, marks: tuple[str, str]) -> Found:
 
 def _read_json(text: str, at: int) -> tuple[list[ToolCall], int] | None:
     """Return one call as JSON, or a list of them."""
-    found = _json_at(text, at)
+    found = _decode_json_at(text, at)
     if found is None:
         return None
     calls = [_call_object(value) for value in (found[0] if isinstance(found[0], list) else [found[0]])]
@@ -180,12 +180,14 @@ def _read_json(text: str, at: int) -> tuple[list[ToolCall], int] | None:
     return (known, found[1]) if known and len(known) == len(calls) else None
 
 
-def hermes(text: str, tools: Sequence[Tool]) -> Found:
+def hermes(text: str, tools: Sequence[Tool]) -> FoundCalls:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen 2.5 and 3)."""
-    return _regions(text, TOOL_CALL, TOOL_CALL_END, _read_json)
+    return _calls_between_marks(text, TOOL_CALL, TOOL_CALL_END, _read_json)
 
 
-def _pairs(text: str, at: int, key: re.Pattern[str], end: str, again: str) -> tuple[list[tuple[str, str]], int] | None:
+def _key_values(
+    text: str, at: int, key: re.Pattern[str], end: str, again: str
+) -> tuple[list[tuple[str, str]], int] | None:
     """Read keys and values between marks. A value that contains the start of another (`again`) is unterminated.
 
     Returns:
@@ -201,7 +203,7 @@ def _pairs(text: str, at: int, key: re.Pattern[str], end: str, again: str) -> tu
     return found, at
 
 
-def qwen3_coder(text: str, tools: Sequence[Tool]) -> Found:
+def qwen3_coder(text: str, tools: Sequence[Tool]) -> FoundCalls:
     """`<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>` (Qwen3-Coder).
 
     Values are texts; they become numbers, lists and the like where the tool's schema says so.
@@ -210,22 +212,24 @@ def qwen3_coder(text: str, tools: Sequence[Tool]) -> Found:
     def read(text: str, at: int) -> tuple[list[ToolCall], int] | None:
         calls: list[ToolCall] = []
         while (head := FUNCTION.match(text, at)) is not None:
-            found = _pairs(text, head.end(), PARAMETER, PARAMETER_END, "<parameter=")
+            found = _key_values(text, head.end(), PARAMETER, PARAMETER_END, "<parameter=")
             tail = FUNCTION_END.match(text, found[1]) if found else None
             if found is None or tail is None:
                 return None
-            schema = _parameters(tools, head["name"])
-            values = {key: _typed(value.removesuffix("\n"), _kinds(schema, key)) for key, value in found[0]}
-            if (call := _call(head["name"].strip(), values)) is None:
+            schema = _parameter_schema(tools, head["name"])
+            values = {
+                key: _convert_value(value.removesuffix("\n"), _schema_types(schema, key)) for key, value in found[0]
+            }
+            if (call := _make_call(head["name"].strip(), values)) is None:
                 return None
             calls.append(call)
             at = tail.end()
         return (calls, at) if calls else None
 
-    return _regions(text, TOOL_CALL, TOOL_CALL_END, read)
+    return _calls_between_marks(text, TOOL_CALL, TOOL_CALL_END, read)
 
 
-def glm45(text: str, tools: Sequence[Tool]) -> Found:
+def glm45(text: str, tools: Sequence[Tool]) -> FoundCalls:
     """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>` (GLM 4.5 to 4.7).
 
     Values are JSON, except those that the tool's schema declares as strings; a value that is not JSON is a string.
@@ -233,23 +237,23 @@ def glm45(text: str, tools: Sequence[Tool]) -> Found:
 
     def read(text: str, at: int) -> tuple[list[ToolCall], int] | None:
         head = GLM_NAME.match(text, at)
-        found = _pairs(text, head.end(), GLM_KEY, GLM_VALUE_END, "<arg_key>") if head else None
+        found = _key_values(text, head.end(), GLM_KEY, GLM_VALUE_END, "<arg_key>") if head else None
         if head is None or found is None or not (found[0] or text.startswith(TOOL_CALL_END, found[1])):
             # A name alone may be cut in its middle.
             return None
-        schema = _parameters(tools, head["name"])
+        schema = _parameter_schema(tools, head["name"])
         values: dict[str, Any] = {}
         for key, value in found[0]:
-            kinds = _kinds(schema, key)
-            whole = None if kinds else _whole_json(value)
-            values[key] = whole[0] if whole else _typed(value, kinds)
-        call = _call(head["name"], values)
+            kinds = _schema_types(schema, key)
+            whole = None if kinds else _decode_json(value)
+            values[key] = whole[0] if whole else _convert_value(value, kinds)
+        call = _make_call(head["name"], values)
         return ([call], found[1]) if call else None
 
-    return _regions(text, TOOL_CALL, TOOL_CALL_END, read)
+    return _calls_between_marks(text, TOOL_CALL, TOOL_CALL_END, read)
 
 
-def _whole_json(text: str) -> tuple[Any] | None:
+def _decode_json(text: str) -> tuple[Any] | None:
     """Return the value of a text that is valid JSON as a whole, in a tuple because it may be null."""
     try:
         return (STRICT_JSON.decode(text),)
@@ -257,7 +261,7 @@ def _whole_json(text: str) -> tuple[Any] | None:
         return None
 
 
-def _parameters(tools: Sequence[Tool], name: str) -> dict[str, Any]:
+def _parameter_schema(tools: Sequence[Tool], name: str) -> dict[str, Any]:
     """Return the schema of a tool's parameters."""
     for tool in tools:
         function = tool.get("function", tool)
@@ -278,7 +282,7 @@ JSON_TYPES = {
 }
 
 
-def _kinds(schema: dict[str, Any], key: str) -> list[str]:
+def _schema_types(schema: dict[str, Any], key: str) -> list[str]:
     """Return the JSON types that a parameter may have, in the order in which its schema names them; none if it does
     not."""
     properties = schema.get("properties")
@@ -315,7 +319,7 @@ def _referenced(schema: dict[str, Any], reference: str) -> Any:
     return at
 
 
-def _typed(value: str, kinds: Sequence[str]) -> Any:
+def _convert_value(value: str, kinds: Sequence[str]) -> Any:
     """Convert a value written as text to a type of its schema; leave it text if it fits none.
 
     Templates that use only `| string` write True and None, so both spellings are accepted.
@@ -331,13 +335,13 @@ def _typed(value: str, kinds: Sequence[str]) -> Any:
         if kind == "boolean" and text.casefold() in ("true", "false"):
             return text.casefold() == "true"
         if kind in ("integer", "number", "array", "object"):
-            found = _whole_json(text) or (_literal(text) if kind in ("array", "object") else None)
-            if found and (fitting := _fitting(found[0], kind)) is not None:
+            found = _decode_json(text) or (_parse_literal(text) if kind in ("array", "object") else None)
+            if found and (fitting := _as_type(found[0], kind)) is not None:
                 return fitting
     return value
 
 
-def _fitting(value: Any, kind: str) -> Any:
+def _as_type(value: Any, kind: str) -> Any:
     """Return the value if it has this JSON type, else None."""
     if kind == "integer" and isinstance(value, float) and value.is_integer():
         return int(value)
@@ -345,16 +349,16 @@ def _fitting(value: Any, kind: str) -> Any:
     return value if found == kind or (kind, found) == ("number", "integer") else None
 
 
-def _literal(text: str) -> tuple[Any] | None:
+def _parse_literal(text: str) -> tuple[Any] | None:
     """Return the value of a Python literal that JSON can represent, in a tuple because it may be None."""
-    tree = _expression(text)
+    tree = _parse_expression(text)
     try:
-        return (_evaluated(tree),) if tree is not None else None
+        return (_evaluate_literal(tree),) if tree is not None else None
     except (ValueError, RecursionError):
         return None
 
 
-def _expression(text: str) -> ast.expr | None:
+def _parse_expression(text: str) -> ast.expr | None:
     """Return a text as a Python expression."""
     try:
         with _literals, warnings.catch_warnings():
@@ -368,7 +372,7 @@ def _expression(text: str) -> ast.expr | None:
 CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 
 
-def _evaluated(node: ast.expr) -> Any:
+def _evaluate_literal(node: ast.expr) -> Any:
     """Return the value of a literal.
 
     Raises:
@@ -379,24 +383,24 @@ def _evaluated(node: ast.expr) -> Any:
     if isinstance(node, ast.Name) and node.id in CONSTANTS:
         return CONSTANTS[node.id]
     if isinstance(node, ast.List | ast.Tuple):
-        return [_evaluated(one) for one in node.elts]
+        return [_evaluate_literal(one) for one in node.elts]
     if isinstance(node, ast.Dict):
-        keys = [_evaluated(key) if key is not None else None for key in node.keys]
+        keys = [_evaluate_literal(key) if key is not None else None for key in node.keys]
         if all(isinstance(key, str) for key in keys):
-            return dict(zip(keys, map(_evaluated, node.values), strict=True))
+            return dict(zip(keys, map(_evaluate_literal, node.values), strict=True))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = _evaluated(node.operand)
+        value = _evaluate_literal(node.operand)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return -value
     raise ValueError(f"{type(node).__name__} is not a literal")
 
 
-def _offered(tools: Sequence[Tool]) -> set[str]:
+def _tool_names(tools: Sequence[Tool]) -> set[str]:
     functions = (tool.get("function", tool) for tool in tools)
     return {str(function.get("name")) for function in functions if isinstance(function, dict)}
 
 
-def llama3_json(text: str, tools: Sequence[Tool]) -> Found:
+def llama3_json(text: str, tools: Sequence[Tool]) -> FoundCalls:
     """`{"name": ..., "parameters": {...}}`, several separated by `;` (Llama 3).
 
     The whole text consists of calls of offered tools, or the calls follow `<|python_tag|>`.
@@ -406,20 +410,20 @@ def llama3_json(text: str, tools: Sequence[Tool]) -> Found:
         words, body = "", text.strip()
         if not body.startswith("{"):
             return text, [], 0
-    names = _offered(tools)
+    names = _tool_names(tools)
 
     def is_call(keys: Set[str]) -> bool:
         return bool(keys & {"arguments", "parameters"}) or keys <= CALL_KEYS
 
     calls: list[ToolCall] = []
-    at = _after(BETWEEN, body, 0)
+    at = _skip(BETWEEN, body, 0)
     while at < len(body):
-        found = _json_at(body, at)
+        found = _decode_json_at(body, at)
         call = _call_object(found[0]) if found else None
         if found is None or call is None or not (tag or (call.name in names and is_call(found[0].keys()))):
             break
         calls.append(call)
-        at = _after(BETWEEN, body, found[1])
+        at = _skip(BETWEEN, body, found[1])
     if at == len(body) and calls:
         return words, calls, 0
     # A text without a mark counts as an attempted call if it begins like a call of an offered tool.
@@ -435,7 +439,7 @@ def llama3_json(text: str, tools: Sequence[Tool]) -> Found:
     return (words + body[at:] if calls else text), calls, int(bool(tag or calls or meant))
 
 
-def pythonic(text: str, tools: Sequence[Tool]) -> Found:
+def pythonic(text: str, tools: Sequence[Tool]) -> FoundCalls:
     """`[name(key=value), ...]` with Python's literals (Llama 3.2 and 4).
 
     The whole text consists of calls of offered tools, or the calls follow `<|python_start|>` or `<|python_tag|>`.
@@ -448,10 +452,10 @@ def pythonic(text: str, tools: Sequence[Tool]) -> Found:
     body = body.removesuffix(PYTHON_END).strip()
     if not starts and not body.startswith("["):
         return text, [], 0
-    names = _offered(tools)
-    tree = _expression(body)
+    names = _tool_names(tools)
+    tree = _parse_expression(body)
     items = tree.elts if isinstance(tree, ast.List) else [] if tree is None else [tree] if starts else []
-    if not starts and not (items and all(_called(item) in names for item in items)):
+    if not starts and not (items and all(_called_name(item) in names for item in items)):
         begun = re.match(r"\[\s*([\w.]+)\s*\(", body)
         return text, [], int(begun is not None and begun[1] in names)
     calls = [call for item in items if (call := _python_call(item)) is not None]
@@ -459,7 +463,7 @@ def pythonic(text: str, tools: Sequence[Tool]) -> Found:
     return (words if not malformed else text), calls, malformed
 
 
-def _called(node: ast.expr) -> str:
+def _called_name(node: ast.expr) -> str:
     """Return the name of the called function; empty if the node is not a call."""
     name = node.func if isinstance(node, ast.Call) else None
     while isinstance(name, ast.Attribute):
@@ -468,30 +472,30 @@ def _called(node: ast.expr) -> str:
 
 
 def _python_call(node: ast.expr) -> ToolCall | None:
-    name = _called(node)
+    name = _called_name(node)
     if not name or not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
         return None
     try:
-        return _call(name, {str(one.arg): _evaluated(one.value) for one in node.keywords})
+        return _make_call(name, {str(one.arg): _evaluate_literal(one.value) for one in node.keywords})
     except (ValueError, RecursionError):
         return None
 
 
-def mistral(text: str, tools: Sequence[Tool]) -> Found:
+def mistral(text: str, tools: Sequence[Tool]) -> FoundCalls:
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` each (Mistral)."""
 
     def read(text: str, at: int) -> tuple[list[ToolCall], int] | None:
         named = MISTRAL_NAME.match(text, at)
         if named is None:
             return _read_json(text, at)
-        found = _json_at(text, named.end())
-        call = _call(named["name"], found[0], named["id"] or "") if found else None
+        found = _decode_json_at(text, named.end())
+        call = _make_call(named["name"], found[0], named["id"] or "") if found else None
         return ([call], found[1]) if found and call else None
 
-    return _regions(text, MISTRAL, "", read)
+    return _calls_between_marks(text, MISTRAL, "", read)
 
 
-def deepseek(text: str, tools: Sequence[Tool]) -> Found:
+def deepseek(text: str, tools: Sequence[Tool]) -> FoundCalls:
     """DeepSeek V3 and R1 (name, then fenced JSON), and V3.1 (name, then JSON)."""
 
     def read(text: str, at: int) -> tuple[list[ToolCall], int] | None:
@@ -499,26 +503,26 @@ def deepseek(text: str, tools: Sequence[Tool]) -> Found:
         found = _arguments_at(text, head.end(), "```", DEEPSEEK_CALL_END) if head else None
         if head is None or found is None:
             return None
-        call = _call((head["fenced"] or head["plain"]).strip(), found[0])
-        end = _after(FENCE, text, found[1]) if head["fenced"] else found[1]
+        call = _make_call((head["fenced"] or head["plain"]).strip(), found[0])
+        end = _skip(FENCE, text, found[1]) if head["fenced"] else found[1]
         return ([call], end) if call else None
 
-    return _section(_regions(text, DEEPSEEK_CALL, DEEPSEEK_CALL_END, read), DEEPSEEK_SECTION)
+    return _strip_section_marks(_calls_between_marks(text, DEEPSEEK_CALL, DEEPSEEK_CALL_END, read), DEEPSEEK_SECTION)
 
 
-def kimi_k2(text: str, tools: Sequence[Tool]) -> Found:
+def kimi_k2(text: str, tools: Sequence[Tool]) -> FoundCalls:
     """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>` (Kimi K2)."""
 
     def read(text: str, at: int) -> tuple[list[ToolCall], int] | None:
         head = KIMI.match(text, at)
         found = _arguments_at(text, head.end(), KIMI_CALL_END) if head else None
-        call = _call(head["name"], found[0], head["id"]) if head and found else None
+        call = _make_call(head["name"], found[0], head["id"]) if head and found else None
         return ([call], found[1]) if found and call else None
 
-    return _section(_regions(text, KIMI_CALL, KIMI_CALL_END, read), KIMI_SECTION)
+    return _strip_section_marks(_calls_between_marks(text, KIMI_CALL, KIMI_CALL_END, read), KIMI_SECTION)
 
 
-def gpt_oss(text: str, tools: Sequence[Tool]) -> Found:
+def gpt_oss(text: str, tools: Sequence[Tool]) -> FoundCalls:
     """`<|channel|>commentary to=functions.name<|message|>{...}<|call|>` (harmony, gpt-oss).
 
     The text of other messages is the content.
@@ -526,12 +530,12 @@ def gpt_oss(text: str, tools: Sequence[Tool]) -> Found:
     said: list[str] = []
     calls: list[ToolCall] = []
     malformed = 0
-    for _, to, body, whole in _harmony(text):
+    for _, to, body, whole in _harmony_messages(text):
         if to is None:
             said.append(body)
             continue
-        found = _whole_json(body) if body.strip() else ({},)
-        call = _call(to.removeprefix("functions."), found[0]) if found else None
+        found = _decode_json(body) if body.strip() else ({},)
+        call = _make_call(to.removeprefix("functions."), found[0]) if found else None
         if call is None:
             malformed += 1
             said.append(whole)
@@ -540,7 +544,7 @@ def gpt_oss(text: str, tools: Sequence[Tool]) -> Found:
     return "".join(said), calls, malformed
 
 
-def _harmony(text: str) -> list[tuple[str, str | None, str, str]]:
+def _harmony_messages(text: str) -> list[tuple[str, str | None, str, str]]:
     """Split a harmony text into messages: channel (empty: text outside any), recipient, body, and the full text."""
     found: list[tuple[str, str | None, str, str]] = []
 
@@ -567,12 +571,12 @@ def _harmony(text: str) -> list[tuple[str, str | None, str, str]]:
     return found
 
 
-def no_calls(text: str, tools: Sequence[Tool]) -> Found:
+def no_calls(text: str, tools: Sequence[Tool]) -> FoundCalls:
     """Return text is text."""
     return text, [], 0
 
 
-TOOL_PARSERS: dict[str, Callable[[str, Sequence[Tool]], Found]] = {
+TOOL_PARSERS: dict[str, Callable[[str, Sequence[Tool]], FoundCalls]] = {
     "hermes": hermes,
     "qwen3_coder": qwen3_coder,
     "glm45": glm45,
@@ -613,7 +617,7 @@ def reasoning_family(template: str) -> str:
     """Return how thoughts are marked, as far as a template's text knows them."""
     if CHANNEL in template:
         return "gpt_oss"
-    return "think" if THOUGHT in template or THINK in template else "none"
+    return "think" if THINK_END in template or THINK_START in template else "none"
 
 
 class ChatFormat(msgspec.Struct, frozen=True):
@@ -651,16 +655,16 @@ def split_reasoning(text: str, *, opened: bool) -> tuple[str, str]:
         opened: the prompt has opened the thought.
     """
     begun = text.lstrip()
-    if not opened and not begun.startswith(THINK):
+    if not opened and not begun.startswith(THINK_START):
         return "", text
-    thought, _, said = begun.removeprefix(THINK).partition(THOUGHT)
+    thought, _, said = begun.removeprefix(THINK_START).partition(THINK_END)
     return thought.strip("\n"), said.lstrip("\n")
 
 
 def split_harmony(text: str) -> tuple[str, str]:
     """Split a harmony text into analysis and the rest: text without marks, messages to tools unchanged."""
     thoughts, said = [], []
-    for channel, to, body, whole in _harmony(text):
+    for channel, to, body, whole in _harmony_messages(text):
         if channel == "analysis" and to is None:
             thoughts.append(body.strip("\n"))
         else:
@@ -684,7 +688,7 @@ def parse(
     if not tools:
         return ParsedCompletion(said, reasoning)
     content, calls, malformed = TOOL_PARSERS[tool_parser](said, tools)
-    if reasoning_parser == "think" and reasoning and THOUGHT not in text:
+    if reasoning_parser == "think" and reasoning and THINK_END not in text:
         _, inside, broken = TOOL_PARSERS[tool_parser](reasoning, tools)
         malformed += len(inside) + broken
     return ParsedCompletion(content.strip() if calls else content, reasoning, tuple(calls), malformed)

@@ -12,7 +12,7 @@ from relax_rt.roles.agentic.tokens import parsers
 from relax_rt.roles.agentic.tokens.messages import (
     ASSISTANT,
     REASONING_FIELDS,
-    THINK,
+    THINK_START,
     Key,
     check_messages,
     without_reasoning,
@@ -295,7 +295,7 @@ class ChatTemplate:
         parsed = self._parse_with_model(text, tools, prompt) if self.tool_parser == parsers.MODEL else None
         if parsed is None or (parsed.calls and not tools):
             family = "none" if parsed is not None else self.tool_parser
-            opened = prompt.rstrip().endswith(THINK)
+            opened = prompt.rstrip().endswith(THINK_START)
             parsed = parsers.parse(
                 text, tools, tool_parser=family, reasoning_parser=self.reasoning_parser, opened=opened
             )
@@ -311,7 +311,7 @@ class ChatTemplate:
             message = self.tokenizer.raw.parse_response(text, prefix=prompt, tools=list(tools) or None)
         except (ValueError, KeyError):
             return ParsedCompletion(text, malformed=1)
-        calls = [parsers.call_of(call) for call in message.get("tool_calls") or []]
+        calls = [parsers.parse_openai_call(call) for call in message.get("tool_calls") or []]
         known = tuple(call for call in calls if call is not None)
         reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name)), "")
         return ParsedCompletion(str(message.get("content") or ""), str(reasoning), known, len(calls) - len(known))

@@ -22,7 +22,7 @@ from relax_rt.roles.data.media.image_processor import (
     load_image_processor,
 )
 from relax_rt.roles.data.media.images import BatchImage, ImageSpan
-from relax_rt.roles.models.forward import CLOSE, PROBE_TOKENS, not_computed
+from relax_rt.roles.models.forward import LOGITS_TOLERANCE, PROBE_TOKENS, unsupported_reason
 from relax_rt.transport.rpc.errors import Refused
 
 PROBE_SIZE = (48, 40)
@@ -120,7 +120,7 @@ def check_vision_model(model: Any, folder: Path, vision_tower: VisionTower) -> N
         Refused: with what would be left out.
     """
     text = model.config.get_text_config()
-    if why := not_computed(text):
+    if why := unsupported_reason(text):
         raise _refused(folder, why)
     probe = vision_tower.image_processor.process(probe_image())
     half = PROBE_TOKENS // 2
@@ -137,7 +137,7 @@ def check_vision_model(model: Any, folder: Path, vision_tower: VisionTower) -> N
         hidden = vision_tower.layers(inputs_embeds=embedded, position_ids=positions, use_cache=False).last_hidden_state
         ours = model.get_output_embeddings()(hidden)
     gap, most = float((whole - ours).abs().max()), float(whole.abs().max())
-    if not gap <= CLOSE * most:
+    if not gap <= LOGITS_TOLERANCE * most:
         raise _refused(folder, f"with an image its logits differ by {gap:.3g} (of {most:.3g}) from those of its parts")
 
 

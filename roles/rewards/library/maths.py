@@ -45,7 +45,7 @@ def _installed(options: MathOptions) -> list[tuple[str, str, str]]:
     return []
 
 
-class _Late(BaseException):
+class _Timeout(BaseException):
     """Time is up. No Exception: neither sympy nor math-verify may swallow it."""
 
 
@@ -57,7 +57,7 @@ def _deadline(seconds: float) -> Iterator[None]:
         return
 
     def late(*_: object) -> None:
-        raise _Late
+        raise _Timeout
 
     before = signal.signal(signal.SIGALRM, late)
     # Again and again: what catches BaseException on its way gets the next one.
@@ -69,7 +69,7 @@ def _deadline(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _in_a_box(answer: Any) -> str:
+def _boxed_gold(answer: Any) -> str:
     """Return a completion with the right answer."""
     try:
         return f"\\boxed{{{gold_text(answer)}}}"
@@ -79,7 +79,7 @@ def _in_a_box(answer: Any) -> str:
 
 # sympy may not terminate. Too large numbers are refused before they are computed, a deadline ends long computations in
 # Python, and killing the worker ends long computations in C.
-@reward("math", options=MathOptions, runs_in="worker", check=_installed, gold=_in_a_box)
+@reward("math", options=MathOptions, runs_in="worker", check=_installed, gold=_boxed_gold)
 def _math(options: MathOptions) -> Callable[..., Any]:
     import math_verify  # noqa: F401 takes a second, which is not to count for the first completion
 
@@ -92,13 +92,13 @@ def _math(options: MathOptions) -> Callable[..., Any]:
                 gold = text, read(text)
         except ParseFailed as error:
             raise UnreadableAnswer(answer, str(error)) from None
-        except _Late:
+        except _Timeout:
             raise UnreadableAnswer(answer, f"reading it takes longer than {COMPARE_S:g} s") from None
         try:
             with _deadline(COMPARE_S):
                 said = final_answer(completion[-LONGEST:], only_boxed=options.boxed)
-                return float(said is not None and same(gold, said, options))
-        except _Late:
+                return float(said is not None and answers_equal(gold, said, options))
+        except _Timeout:
             return 0.0
 
     return math
@@ -123,7 +123,7 @@ def _try(text: str) -> ParsedAnswer | None:
         return None
 
 
-def same(gold: tuple[str, ParsedAnswer], said: tuple[str, ParsedAnswer | None], options: MathOptions) -> bool:
+def answers_equal(gold: tuple[str, ParsedAnswer], said: tuple[str, ParsedAnswer | None], options: MathOptions) -> bool:
     """Return whether an answer is the right one."""
     right, found = gold[1], said[1]
     if right.text:

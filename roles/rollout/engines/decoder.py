@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from relax_rt.roles.data.media.image_processor import has_vision
 from relax_rt.roles.data.media.images import BatchImage
 from relax_rt.roles.data.media.vision_tower import VisionTower, load_vision_model
-from relax_rt.roles.models.forward import cache_keyword, check_plain
+from relax_rt.roles.models.forward import cache_keyword, check_forward
 from relax_rt.roles.rollout.engines import attention
 from relax_rt.roles.rollout.engines.attention import Segment, length_class, segments
 from relax_rt.roles.rollout.engines.base import Chunk, GroupRequest, KvPolicy, extend_spans
@@ -82,11 +82,11 @@ class Decoder:
             self._model = AutoModelForCausalLM.from_pretrained(
                 model_dir, dtype=self.dtype, attn_implementation=attention.NAME
             ).eval()
-        # Before `check_plain`, whose passes also test what the gates return.
+        # Before `check_forward`, whose passes also test what the gates return.
         self._gates = GateHooks(self._model, model_dir) if routing else None
         self.routing = self._gates.shape if self._gates is not None else None
         if self.vision_tower is None:
-            check_plain(self._model, model_dir)
+            check_forward(self._model, model_dir)
         text = self._model.config.get_text_config()
         self.context = int(text.max_position_embeddings)
         self.vocabulary = int(text.vocab_size)

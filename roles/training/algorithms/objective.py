@@ -148,6 +148,19 @@ class Objective:
         return self._looks_at_policy or "proximal" in self.parts.advantage.needs or prepares
 
     @property
+    def reads_columns(self) -> bool:
+        """Whether rank 0 of a gang needs the columns of all samples, besides masks and rewards, for what is decided
+        before the pass that computes gradients.
+
+        Where the proximal log-probabilities come first, the columns come with them (`Leader.log_probabilities`). A
+        user's own part may read any column, declared or not.
+        """
+        parts = self.parts
+        own = parts.advantage.target or parts.aggregation.target
+        prepares = parts.loss.target and "prepare" in parts.loss.part.extras
+        return not self.proximal_first and bool(own or prepares or "reference" in parts.advantage.needs)
+
+    @property
     def updates_per_step(self) -> int:
         """Updates that a step's groups are divided over."""
         return self._table.updates_per_step

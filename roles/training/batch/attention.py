@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from relax_rt.roles.models.forward import UNLIKE
+from relax_rt.roles.models.forward import FORWARD_ERRORS
 from relax_rt.roles.training.batch.rows import Costs
 from relax_rt.transport.rpc.errors import Refused
 
@@ -108,7 +108,7 @@ def supports_segments(layers: Any) -> bool:
     try:
         with torch.no_grad():
             same = _same(layers)
-    except UNLIKE:
+    except FORWARD_ERRORS:
         same = False
     finally:
         layers.train(training)
@@ -173,7 +173,7 @@ def architecture_packs(folder: Path) -> bool | None:
             layers = model.get_decoder()
             with torch.no_grad():
                 layers(input_ids=torch.arange(4)[None], use_cache=False)
-        except (*UNLIKE, OSError, StrictDataclassError):
+        except (*FORWARD_ERRORS, OSError, StrictDataclassError):
             return None
         return supports_segments(layers)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
 import msgspec
 import torch
 
-from relax_rt.roles.models.device import CPU, free_cached, out_of_memory
+from relax_rt.roles.models.device import CPU, empty_cache, out_of_memory
 from relax_rt.transport.rpc.errors import GivenUp, RelaxError
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class MemoryRetry:
                 why = (str(error) or type(error).__name__).splitlines()[0]
             # Only here, outside the except block, are the frames gone that held the tensors of the pass.
             self.budget.halve(why)
-            free_cached(self._device)
+            empty_cache(self._device)
             if self._rank:
                 raise RelaxError(
                     f"memory ran out on {self._rank}",

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.data.media.images import BatchImage
 from relax_rt.roles.data.media.vision_tower import VisionTower
-from relax_rt.roles.models.device import CPU, autocasting, denormals_flushed
+from relax_rt.roles.models.device import CPU, autocast_context, denormals_flushed
 from relax_rt.roles.training.batch.attention import AttentionSegment, suffix_mask
 from relax_rt.roles.training.batch.budget import TokenBudget
 from relax_rt.roles.training.batch.rows import Costs, EpisodeBranch, SampleRow, plan_micro_batches, shared_rows
@@ -200,7 +200,7 @@ def token_logprobs(
     They are of logits / temperature, like the behaviour log-probabilities. Only positions that predict a trained token
     go through the output layer.
     """
-    with autocasting(batch.ids.device, autocast):
+    with autocast_context(batch.ids.device, autocast):
         # In bfloat16 the output layer is computed in it here and in the engine. In float32 on both sides their mean
         # difference falls from 0.046 to 0.033 nats a token (SmolLM2-135M, AVX-512; the layers' own rounding is the
         # rest), for a sixth to a fifth more time a decoding step and a quarter more of forward and backward: not worth

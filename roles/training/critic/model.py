@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from relax_rt.roles.base.sample import Sample
-from relax_rt.roles.models.device import CPU, autocasting, denormals_flushed, on_host
-from relax_rt.roles.models.forward import check_plain
+from relax_rt.roles.models.device import CPU, autocast_context, copy_to_host, denormals_flushed
+from relax_rt.roles.models.forward import check_forward
 from relax_rt.roles.training.algorithms.advantages import value_loss
 from relax_rt.roles.training.algorithms.inputs import Metrics, merge
 from relax_rt.roles.training.backend.settings import CriticSettings
@@ -39,7 +39,7 @@ class ValueModel(torch.nn.Module):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-        check_plain(model, folder)
+        check_forward(model, folder)
         self.body = model.base_model
         self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1)
         torch.nn.init.zeros_(self.head.weight)
@@ -47,7 +47,7 @@ class ValueModel(torch.nn.Module):
 
     def forward(self, batch: MicroBatch, autocast: bool) -> torch.Tensor:
         """Values of the states before the batch's trained tokens; float32 [m]."""
-        with autocasting(batch.ids.device, autocast):
+        with autocast_context(batch.ids.device, autocast):
             hidden = hidden_states(self.body, batch)
         found: torch.Tensor = self.head(hidden.float())[:, 0]
         return found
@@ -172,9 +172,9 @@ class CriticModel:
         """Copy the state aside; `write` saves the copy."""
         names = {id(p): name for name, p in self._model.named_parameters()}
         self._snapshot = {
-            MODEL_FILE: {name: on_host(p) for name, p in self._model.named_parameters()},
+            MODEL_FILE: {name: copy_to_host(p) for name, p in self._model.named_parameters()},
             OPTIMIZER_FILE: {
-                f"{names[id(parameter)]}|{key}": on_host(value)
+                f"{names[id(parameter)]}|{key}": copy_to_host(value)
                 for parameter, state in self._optimizer.state.items()
                 for key, value in state.items()
             },

@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 
 from relax_rt.config.schema import RoleSettings
-from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.base.sample import Sample, bare_meta
@@ -42,9 +41,6 @@ class CriticRole(RLRole[CriticSettings]):
         *MODEL_CODE,
     )
     Settings: ClassVar[type[RoleSettings]] = CriticSettings
-
-    def __init__(self, ctx: RoleContext) -> None:
-        super().__init__(ctx)
 
     async def setup(self) -> None:
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")

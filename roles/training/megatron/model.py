@@ -150,6 +150,12 @@ class Norm(torch.nn.Module):
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron's scaling of rotary frequencies has fixed; only the factor can be chosen."""
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""Megatron's settings for each value of `recompute`."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Layers = Literal["transformer_engine", "local"]
@@ -324,7 +330,7 @@ def transformer_config(model: Architecture, table: TrainedSettings, layers: Laye
         moe_token_dispatcher_type="alltoall",
         deallocate_pipeline_outputs=table.pipeline_parallel > 1,
         calculate_per_token_loss=True,
-        **_recompute(table),
+        **RECOMPUTE[table.recompute],
         **(_experts(model, fused) if shape.experts else {}),
     )
 
@@ -340,14 +346,6 @@ def check_settings(table: TrainedSettings) -> None:
     """
     for key, why in unsupported(table):
         raise Refused(f"{key} = {getattr(table, key)!r}", why=why, hint="leave it out")
-
-
-def _recompute(table: TrainedSettings) -> dict[str, Any]:
-    if table.recompute == "none":
-        return {}
-    if table.recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _experts(model: Architecture, fused: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from relax_rt.roles.models.device import on_host
+from relax_rt.roles.models.device import copy_to_host
 from relax_rt.roles.models.parallel import coordinates
 from relax_rt.roles.models.shape import ModelShape
 from relax_rt.roles.training.backend.channel import WeightChannel
@@ -316,7 +316,7 @@ def extract_part(
         out[at : at + size].view(rows.shape).copy_(rows)
         at += size
     if out.is_cuda:
-        on_host(out.view(torch.uint8), found)
+        copy_to_host(out.view(torch.uint8), found)
     return found
 
 

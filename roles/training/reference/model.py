@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from relax_rt.roles.base.sample import Sample
 from relax_rt.roles.models.device import CPU
-from relax_rt.roles.models.forward import check_plain
+from relax_rt.roles.models.forward import check_forward
 from relax_rt.roles.training.batch.attention import packing_costs
 from relax_rt.roles.training.batch.budget import MemoryRetry, TokenBudget
 from relax_rt.roles.training.batch.collate import MicroBatch, compute_at_trained_tokens, token_logprobs
@@ -42,7 +42,7 @@ class FrozenModel:
     ) -> None:
         torch.set_num_threads(threads)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-        check_plain(self._model, folder)
+        check_forward(self._model, folder)
         self._model.eval()
         self._costs = packing_costs(self._model.get_decoder(), device)
         self._device = device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -62,11 +63,14 @@ class ReferenceRole(RLRole[ReferenceSettings]):
         self.model: FrozenModel
         self._failures_in_a_row = 0
         self._worked = False
-        self._tally = ReferenceCounters(0.0)
+        self._counts: Counter[str] = Counter()
+        """Since the last report, as are the seconds of work and the sum of log-probabilities."""
+        self._seconds = self._logprobs = self._reported_at = 0.0
 
     async def setup(self) -> None:
         if (folder := await asyncio.to_thread(self._folder)) is not None:
-            await self._open(folder)
+            self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
+            await asyncio.to_thread(self._load, folder)
         await self.open_queue(fetch_s=FETCH_S)
 
     def _folder(self) -> Path | None:
@@ -78,19 +82,13 @@ class ReferenceRole(RLRole[ReferenceSettings]):
             return cold_start_weights(self.ctx.run_dir)
         return resolve_model(self.settings.model or self.table(ModelTable).path, self.config_dir)
 
-    async def _open(self, folder: Path) -> None:
-        self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
-        await asyncio.to_thread(self._load, folder)
-
     def _load(self, folder: Path) -> None:
         from relax_rt.roles.models.device import open_device
         from relax_rt.roles.training.batch.budget import TokenBudget
         from relax_rt.roles.training.reference.model import FrozenModel
 
-        device, budget = (
-            open_device(self.ctx, self.settings),
-            TokenBudget.of(self.ctx, self.settings.tokens_per_micro_batch),
-        )
+        device = open_device(self.ctx, self.settings)
+        budget = TokenBudget.of(self.ctx, self.settings.tokens_per_micro_batch)
         with refused_for_good():
             self.model = FrozenModel(
                 folder,
@@ -110,7 +108,8 @@ class ReferenceRole(RLRole[ReferenceSettings]):
             folder = await wait_for_cold_start(self.ctx)
             if folder is None:
                 return
-            await self._open(folder)
+            self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
+            await asyncio.to_thread(self._load, folder)
         try:
             await self.consume(TASK, self.settings.batch, self._judge, "completions to judge")
         finally:
@@ -123,9 +122,8 @@ class ReferenceRole(RLRole[ReferenceSettings]):
         if not self._worked:
             self._worked = True
             self.ctx.event("first_work", what=f"{len(columns)} samples judged")
-        self._tally.samples += len(columns)
-        self._tally.failed += len(failed)
-        self._tally.seconds += time.monotonic() - began
+        self._counts.update(samples=len(columns), failed=len(failed))
+        self._seconds += time.monotonic() - began
         self._report()
         self._failures_in_a_row = 0 if columns else self._failures_in_a_row + len(failed)
         if self._failures_in_a_row >= FAILURES_IN_A_ROW:
@@ -148,38 +146,30 @@ class ReferenceRole(RLRole[ReferenceSettings]):
         for (key, sample), values in zip(good.items(), found, strict=True):
             if np.isfinite(values).all():
                 columns[key] = {COLUMN: values}
-                self._tally.tokens += int(sample.loss_mask.sum())
-                self._tally.logprobs += float(values.sum())
+                self._counts["tokens"] += int(sample.loss_mask.sum())
+                self._logprobs += float(values.sum())
             else:
                 failed[key] = "a log-probability of the reference is not finite"
         return columns, failed
 
     def _report(self, *, last: bool = False) -> None:
         """Metrics and failures, at most one record each every few seconds."""
-        tally, now = self._tally, time.monotonic()
-        if not (tally.samples or tally.failed) or not (last or now - tally.since >= REPORT_EVERY_S):
+        counts, now = self._counts, time.monotonic()
+        if not (counts["samples"] or counts["failed"]) or not (last or now - self._reported_at >= REPORT_EVERY_S):
             return
-        if tally.failed:
-            self.ctx.log.warning("the reference could not judge samples", samples=tally.failed)
-        self.ctx.metrics({"kind": "reference", "slot": self.ctx.who.slot, **tally.record()})
-        self._tally = ReferenceCounters(now)
-
-
-class ReferenceCounters:
-    """What was judged since the last report."""
-
-    def __init__(self, since: float) -> None:
-        self.since = since
-        self.samples = self.failed = self.tokens = 0
-        self.seconds = self.logprobs = 0.0
-
-    def record(self) -> dict[str, Any]:
-        """Counts, seconds of work, and the mean log-probability of the sampled tokens, nats."""
-        mean = self.logprobs / self.tokens if self.tokens else None
-        return {
-            "samples": self.samples,
-            "failed": self.failed,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "mean_logprob": mean,
-        }
+        if counts["failed"]:
+            self.ctx.log.warning("the reference could not judge samples", samples=counts["failed"])
+        self.ctx.metrics(
+            {
+                "kind": "reference",
+                "slot": self.ctx.who.slot,
+                "samples": counts["samples"],
+                "failed": counts["failed"],
+                "tokens": counts["tokens"],
+                "seconds": self._seconds,
+                "mean_logprob": self._logprobs / counts["tokens"] if counts["tokens"] else None,
+            }
+        )
+        counts.clear()
+        self._seconds = self._logprobs = 0.0
+        self._reported_at = now

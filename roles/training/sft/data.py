@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from relax_rt.config.schema import RunConfig
 from relax_rt.roles.base.sample import Sample, bare_meta
-from relax_rt.roles.data.columns import misspelt, parse_messages
+from relax_rt.roles.data.columns import misspelling_note, parse_messages
 from relax_rt.roles.data.files import read_rows
 from relax_rt.roles.data.items import PromptItem, RawItem, answer_text
 from relax_rt.roles.data.settings import DataTable
@@ -88,7 +88,9 @@ def parse_row(where: str, row: Any, kind: Kind) -> SftRow:
     if not isinstance(row, dict):
         raise RelaxError(where, why=f"a row is an object, not {row!r:.80}")
     if ("messages" in row) == ("prompt" in row):
-        raise RelaxError(where, why="give one of `messages` and `prompt`" + misspelt(row, KEYS, "prompt", "messages"))
+        raise RelaxError(
+            where, why="give one of `messages` and `prompt`" + misspelling_note(row, KEYS, "prompt", "messages")
+        )
     metadata = row.get("metadata", {})
     if not isinstance(metadata, dict):
         raise RelaxError(where, why=f"`metadata` is an object, not {metadata!r:.80}")
@@ -148,7 +150,7 @@ def _completion(where: str, row: dict[str, Any], name: str) -> str:
 
 def _text(where: str, row: dict[str, Any], name: str, called: str = "") -> str:
     if name not in row:
-        raise RelaxError(where, why=f"there is no `{name}`" + misspelt(row, KEYS, name))
+        raise RelaxError(where, why=f"there is no `{name}`" + misspelling_note(row, KEYS, name))
     value = row[name]
     if not isinstance(value, str) or not value.strip():
         raise RelaxError(where, why=f"{called or f'`{name}`'} is text that is not empty, not {value!r:.80}")

@@ -211,7 +211,9 @@ class ColdStartPhase:
         """
         started, number = time.monotonic(), mark.step + 1
         samples = self._samples(rows, self._data.train, 0)
-        result = await asyncio.to_thread(self._apply, samples, number)
+        self._objective.advantages(samples)
+        part = await asyncio.to_thread(self._backend.accumulate, samples)
+        result = await asyncio.to_thread(self._backend.apply, part.count, number)
         if result.applied:
             self._in_a_row = 0
         else:
@@ -232,10 +234,6 @@ class ColdStartPhase:
             elapsed_s=now - began,
         )
         return mark, {**_step_metrics(result), "sequences": len(samples), "seconds": round(now - started, 4)}
-
-    def _apply(self, samples: list[Sample], number: int) -> StepResult:
-        self._objective.advantages(samples)
-        return self._backend.apply(self._backend.accumulate(samples).count, number)
 
     def _samples(self, rows: Sequence[int], items: Sequence[SftItem], first: int) -> list[Sample]:
         """Args: first: number, among all rows, of the first of `items`."""

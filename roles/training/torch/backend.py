@@ -16,7 +16,7 @@ from relax_rt.roles.base.sample import Sample, bare_meta
 from relax_rt.roles.data.media.image_processor import has_vision
 from relax_rt.roles.data.media.vision_tower import VisionTower, load_vision_model
 from relax_rt.roles.models.device import CPU, denormals_flushed
-from relax_rt.roles.models.forward import check_plain
+from relax_rt.roles.models.forward import check_forward
 from relax_rt.roles.models.heap import HeapTrimmer
 from relax_rt.roles.training.algorithms.inputs import Metrics, TokenTensors, merge
 from relax_rt.roles.training.algorithms.objective import Objective
@@ -100,7 +100,7 @@ class TorchBackend:
             self._model = AutoModelForCausalLM.from_pretrained(
                 model_dir, dtype=torch.float32, attn_implementation="sdpa"
             )
-            check_plain(self._model, model_dir)
+            check_forward(self._model, model_dir)
         # Without dropout: log-probabilities are the policy's, and nothing here draws random numbers.
         self._model.eval()
         self.costs = packing_costs(self._model.get_decoder(), device)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from relax_rt.roles.data.media.vision_tower import VisionTower
-from relax_rt.roles.models.device import CPU, on_host
+from relax_rt.roles.models.device import CPU, copy_to_host
 from relax_rt.roles.training.backend.channel import COLLECTIVE_S, GATHER_S, GangRanks, WeightChannel
 from relax_rt.roles.training.batch.collate import MicroBatch, token_logprobs
 from relax_rt.roles.training.checkpoints.optimizer_state import TensorBlock
@@ -192,7 +192,7 @@ def send_to_rank_0(
                 channel.receive(into[first * row_bytes + at : first * row_bytes + end], rank, piece.name)
             elif channel.rank == rank:
                 message = mine[at:end]
-                channel.send(message if message.is_cpu else on_host(message), piece.name)
+                channel.send(message if message.is_cpu else copy_to_host(message), piece.name)
 
 
 def _messages(nbytes: int) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import save_file
 
-from relax_rt.roles.models.device import CPU, generator_states, on_host, set_generator_states
+from relax_rt.roles.models.device import CPU, copy_to_host, generator_states, set_generator_states
 from relax_rt.roles.models.experts import ExpertStack, released_one_by_one
 from relax_rt.roles.models.heap import trim_heap
 from relax_rt.roles.training.backend.settings import LoraTable
@@ -151,12 +151,28 @@ class StateSnapshots:
         pieces, prefix = list(weights.published), ""
         if self._lora is not None:
             pieces, prefix = weights.trained, ADAPTER_PREFIX
-            read = self._adapters_of(folder)
+            inner = folder / ADAPTER_FOLDER
+            if not inner.is_dir():
+                raise _adapter_mismatch(folder, "it is of a training of all weights")
+            read = adapters = TensorFiles(inner, ADAPTER_FILE)
+            try:
+                _check(adapters, [{ADAPTER_PREFIX + piece.name: piece.shape} for piece in weights.trained])
+            except Refused as error:
+                raise _adapter_mismatch(folder, error.why) from error
         elif (folder / ADAPTER_FOLDER).is_dir():
             raise _adapter_mismatch(folder, "it is of a training of adapters")
         elif state.has(MASTER):
             read = experts.reader(state.reader(MASTER))
-        moments = self._moments_of(state)
+        # The moments of this rank's rows, by tensor; none before the first step.
+        reads = {kind: experts.reader(state.reader(kind)) for kind in MOMENTS if state.has(kind)}
+        moments = {
+            piece.name: {
+                kind: read_kind(piece.block).view(piece.values.shape).to(self._device)
+                for kind, read_kind in reads.items()
+            }
+            for piece in weights.trained
+            if piece.rows and len(reads) == len(MOMENTS)
+        }
         with torch.no_grad():
             for piece in pieces:
                 if piece.rows:
@@ -176,30 +192,6 @@ class StateSnapshots:
         """This rank's name in a checkpoint, where a tensor has its name."""
         return f"rank-{self._rank}"
 
-    def _adapters_of(self, folder: Path) -> TensorFiles:
-        inner = folder / ADAPTER_FOLDER
-        if not inner.is_dir():
-            raise _adapter_mismatch(folder, "it is of a training of all weights")
-        files = TensorFiles(inner, ADAPTER_FILE)
-        try:
-            _check(files, [{ADAPTER_PREFIX + piece.name: piece.shape} for piece in self._weights.trained])
-        except Refused as error:
-            raise _adapter_mismatch(folder, error.why) from error
-        return files
-
-    def _moments_of(self, files: OptimizerFiles) -> dict[str, dict[str, torch.Tensor]]:
-        """Read the moments of this rank's rows, by tensor name; none before the first step."""
-        if not all(files.has(kind) for kind in MOMENTS):
-            return {}
-        reads = {kind: self._experts.reader(files.reader(kind)) for kind in MOMENTS}
-        return {
-            piece.name: {
-                kind: read(piece.block).view(piece.values.shape).to(self._device) for kind, read in reads.items()
-            }
-            for piece in self._weights.trained
-            if piece.rows
-        }
-
 
 def _adapter_mismatch(folder: Path, why: str) -> RelaxError:
     hint = "set roles.trainer.lora as it was, or give this training a run of its own (run.name)"
@@ -208,7 +200,7 @@ def _adapter_mismatch(folder: Path, why: str) -> RelaxError:
 
 def _copy_into_buffer(kept: dict[K, torch.Tensor], name: K, values: torch.Tensor) -> None:
     """Copied into the buffers of the last snapshot: fresh pages cost more than the copy."""
-    kept[name] = on_host(values.contiguous(), kept.get(name))
+    kept[name] = copy_to_host(values.contiguous(), kept.get(name))
 
 
 def _check(files: TensorFiles, wanted: Iterable[Mapping[str, tuple[int, ...]]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from relax_rt.roles.models.device import on_host
+from relax_rt.roles.models.device import copy_to_host
 from relax_rt.roles.training.backend.channel import WeightChannel
 from relax_rt.roles.training.backend.settings import LoraTable
 from relax_rt.roles.training.torch.sharding import TensorShard, TorchRanks, send_to_rank_0, shard_of, shard_rows
@@ -98,9 +98,9 @@ class ModelWeights:
                 self._measure_kept({name: self.whole(one.a) for name, one in self.adapters.items()})
             for place, row_bytes, piece in self._places(into, dtype):
                 values = self.merged(piece) if merged else piece.values.detach()
-                mine = _bytes(values.to(getattr(torch, dtype)))
+                mine = values.to(getattr(torch, dtype)).reshape(-1).view(torch.uint8)
                 if place is not None:
-                    on_host(mine, place[: len(mine)])
+                    copy_to_host(mine, place[: len(mine)])
                 if channel is not None:
                     send_to_rank_0(piece, mine, place, row_bytes, channel)
 
@@ -120,7 +120,8 @@ class ModelWeights:
                 kept = torch.split(channel.memory(sum(sizes)), sizes)
             for number, (place, _, piece) in enumerate(places):
                 values = self.merged(piece, factors.get(piece.name)).to(getattr(torch, dtype))
-                on_host(_bytes(values), kept[number] if place is None else place[: sizes[number]])
+                target = kept[number] if place is None else place[: sizes[number]]
+                copy_to_host(values.reshape(-1).view(torch.uint8), target)
         for number, (place, row_bytes, piece) in enumerate(places):
             send_to_rank_0(piece, kept[number] if place is None else place, place, row_bytes, channel)
 
@@ -140,7 +141,9 @@ class ModelWeights:
         if not self.adapters:
             raise Refused("the adapters of the trainer", why="it trains all weights", hint="set roles.trainer.lora")
         copies = {
-            name.removesuffix(".weight"): payloads.Adapter(_copied(self.whole(one.a)), _copied(self.whole(one.b)))
+            name.removesuffix(".weight"): payloads.Adapter(
+                self.whole(one.a).to("cpu", copy=True), self.whole(one.b).to("cpu", copy=True)
+            )
             for name, one in self.adapters.items()
         }
         if self._published_in:
@@ -199,14 +202,6 @@ class ModelWeights:
         rows = piece.shape[0]
         found = channel.whole(piece.values.detach(), shard_rows(rows, 0, channel.world)[1])[:rows]
         return found.to(piece.values.device)
-
-
-def _bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.reshape(-1).view(torch.uint8)
-
-
-def _copied(values: torch.Tensor) -> torch.Tensor:
-    return values.to("cpu", copy=True)
 
 
 def plain_name(name: str) -> str:

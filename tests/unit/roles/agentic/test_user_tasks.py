@@ -18,7 +18,7 @@ from relax_rt.roles.agentic.episode import PlayedEpisode, play_game
 from relax_rt.roles.agentic.evaluation import EpisodeEvaluation
 from relax_rt.roles.agentic.interface import EnvironmentFailed, EnvironmentStuck
 from relax_rt.roles.agentic.role import EpisodeGroup
-from relax_rt.roles.agentic.user_tasks import AbandonedTasks, TooManyAbandoned
+from relax_rt.roles.agentic.user_tasks import AbandonedTasks, LoopWatch, TooManyAbandoned
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger.messages import Ticket
 from relax_rt.transport.rpc.errors import RelaxError
@@ -340,3 +340,41 @@ def test_a_role_ends_although_it_leaves_coroutines_that_do_not(monkeypatch: pyte
     with pytest.raises(ValueError, match="why it ended"):
         host.run_role_loop(role())
     assert time.monotonic() - began < SOON_S
+
+
+class Blocks(Count):
+    async def step(self, reply: Reply) -> Step:
+        time.sleep(2.0)  # noqa: ASYNC251 - what it must not do
+        return await super().step(reply)
+
+
+async def test_the_episode_and_its_line_are_named_while_the_loop_is_blocked() -> None:
+    told: list[tuple[str, str, float]] = []
+    over: list[float] = []
+
+    def blocked(task: asyncio.Task[Any] | None, line: str) -> None:
+        told.append((task.get_name() if task else "", line, time.monotonic()))
+
+    game, said = Blocks(last=1), talk(Engine(numbers).generate)
+    with LoopWatch(asyncio.get_running_loop(), blocked, over.append, after_s=0.6):
+        await asyncio.sleep(0.8)
+        assert not told, "it answers"
+        made = factory(lambda: game)
+        await play_game(made, game, TASK, [said], limits(), AbandonedTasks(), "7.0")
+        ended = time.monotonic()
+    ((name, line, at),) = told
+    assert name == "episode 7.0" and "test_user_tasks.py:" in line and at < ended, "while it blocks, not afterwards"
+    async with asyncio.timeout(120):
+        while not over:  # noqa: ASYNC110 - the watch says it in its own time
+            await asyncio.sleep(0.02)
+    assert len(over) == 1 and over[0] >= 0.6
+
+
+def test_the_role_says_it_where_a_hang_is_diagnosed() -> None:
+    slot, waiting = Slot(Count, Engine(numbers).generate), list[str]()
+    slot.role.ctx.progress.waiting = waiting.append  # type: ignore[method-assign]
+    slot.role._on_loop_blocked(None, "game.py:12")
+    slot.role._on_loop_unblocked(7.0)
+    assert slot.told("loop_blocked") == [{"what": "no task", "line": "game.py:12"}]
+    assert slot.told("loop_unblocked") == [{"seconds": 7.0}]
+    assert "blocks the event loop at game.py:12" in waiting[0] and "blocked for 7 s" in waiting[1]

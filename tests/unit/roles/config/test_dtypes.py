@@ -137,8 +137,8 @@ def toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def answer(monkeypatch: pytest.MonkeyPatch, *, flags: bool) -> None:
     monkeypatch.setattr("relax_rt.roles.models.precision.computes_bfloat16", lambda: flags)
-    monkeypatch.setattr("relax_rt.roles.models.precision.measure_and_keep", lambda: None)
-    monkeypatch.setattr("relax_rt.roles.models.precision._recall", lambda: None)
+    monkeypatch.setattr("relax_rt.roles.models.precision.measure_cached", lambda: None)
+    monkeypatch.setattr("relax_rt.roles.models.precision._read_cached", lambda: None)
 
 
 def test_the_loaded_config_says_which_and_why(toml: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_record_that_cannot_be_read_is_as_none(toml: Path) -> None:
 def test_nothing_is_measured_for_a_config_that_is_refused(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, flags=True)
     measured: list[bool] = []
-    monkeypatch.setattr("relax_rt.roles.models.precision.measure_and_keep", lambda: measured.append(True))
+    monkeypatch.setattr("relax_rt.roles.models.precision.measure_cached", lambda: measured.append(True))
     for wrong in ("run.nmae=1", "sampling.top_p=0.5", "queue.capacity_mib=8"):
         with pytest.raises(ConfigErrors):
             load_config(toml, [wrong])

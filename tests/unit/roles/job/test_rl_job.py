@@ -381,7 +381,7 @@ def test_numbers_that_the_processor_is_slow_with_are_a_warning(toml: Path, two_c
 
 def test_adapters_whose_changes_would_be_rounded_away_are_a_warning(toml: Path, two_cores: pytest.MonkeyPatch) -> None:
     two_cores.setattr("relax_rt.roles.models.precision.computes_bfloat16", lambda: True)
-    two_cores.setattr("relax_rt.roles.models.precision._recall", lambda: DtypeTiming(1.0, 0.5))
+    two_cores.setattr("relax_rt.roles.models.precision._read_cached", lambda: DtypeTiming(1.0, 0.5))
     lora, half = "roles.trainer.lora={rank=4}", 'roles.rollout.dtype="bfloat16"'
     (warning,) = warnings(loaded(toml, lora, half))
     assert "changes_kept" in warning and 'roles.rollout.dtype = "float32"' in warning

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from relax_rt.roles.config.model_checks import check_computed  # noqa: E402
 from relax_rt.roles.config.sections import RLConfig  # noqa: E402
-from relax_rt.roles.models.forward import check_plain  # noqa: E402
+from relax_rt.roles.models.forward import check_forward  # noqa: E402
 from relax_rt.roles.rollout.engines.decoder import Decoder  # noqa: E402
 from relax_rt.roles.rollout.engines.settings import RolloutSettings  # noqa: E402
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable  # noqa: E402
@@ -50,7 +50,7 @@ def model(kind: str, **settings: Any) -> Any:
     ],
 )
 def test_full_attention_and_plain_logits_are_taken(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    check_plain(model(kind, **settings), tmp_path)
+    check_forward(model(kind, **settings), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -68,14 +68,14 @@ def test_full_attention_and_plain_logits_are_taken(kind: str, settings: dict[str
 )
 def test_what_would_be_left_out_is_refused(kind: str, settings: dict[str, Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(Refused, match=why):
-        check_plain(model(kind, **settings), tmp_path)
+        check_forward(model(kind, **settings), tmp_path)
 
 
 def test_a_setting_that_nobody_knows_shows_in_the_logits(tmp_path: Path) -> None:
     odd = model("Qwen3")
     odd.register_forward_hook(lambda _, args, out: transformers.modeling_outputs.CausalLMOutput(logits=out.logits / 2))
     with pytest.raises(Refused, match="logits differ"):
-        check_plain(odd, tmp_path)
+        check_forward(odd, tmp_path)
 
 
 def test_engine_and_trainer_refuse_it_when_they_load_it(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_engine_and_trainer_refuse_it_when_they_load_it(tmp_path: Path) -> None:
 def test_a_model_without_what_the_engine_asks_for_is_refused_before_anything_starts(tmp_path: Path) -> None:
     config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)
     with pytest.raises(Refused, match="its config has no max_position_embeddings"):
-        check_plain(transformers.BloomForCausalLM(config).eval(), tmp_path)
+        check_forward(transformers.BloomForCausalLM(config).eval(), tmp_path)
     run = RLConfig.model_validate(
         {"run": {"name": "x"}, "model": {"path": "m"}, "data": {"path": "d"}, "reward": {"function": "f.py:f"}}
     )

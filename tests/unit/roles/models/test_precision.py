@@ -15,9 +15,9 @@ import pytest
 
 from relax_rt.roles.models import precision
 from relax_rt.roles.models.precision import (
-    CLEAR,
-    HOPELESS,
+    ABORT_RATIO,
     LEAST_ROUNDS,
+    MAX_BFLOAT16_RATIO,
     ROUNDS,
     DtypeTiming,
     choose_for_cpu,
@@ -47,7 +47,13 @@ def test_a_cpu_without_instructions_is_not_timed() -> None:
 @pytest.mark.parametrize("instructions", [True, None])
 @pytest.mark.parametrize(
     ("ratio", "dtype"),
-    [(0.2, "bfloat16"), (CLEAR, "bfloat16"), (CLEAR + 0.01, "float32"), (1.0, "float32"), (40.0, "float32")],
+    [
+        (0.2, "bfloat16"),
+        (MAX_BFLOAT16_RATIO, "bfloat16"),
+        (MAX_BFLOAT16_RATIO + 0.01, "float32"),
+        (1.0, "float32"),
+        (40.0, "float32"),
+    ],
 )
 def test_flags_alone_do_not_choose_bfloat16(instructions: bool | None, ratio: float, dtype: str) -> None:
     found = choose_for_cpu(instructions, lambda: DtypeTiming(1.0, ratio))
@@ -112,8 +118,8 @@ def test_a_disturbed_round_does_not_count() -> None:
 
 def test_hopeless_products_are_not_waited_for() -> None:
     pytest.importorskip("torch")
-    slow = clock_of([1.0] * ROUNDS, [HOPELESS + 1] * ROUNDS)
-    assert time_products(lambda: next(slow)) == DtypeTiming(1.0, HOPELESS + 1)
+    slow = clock_of([1.0] * ROUNDS, [ABORT_RATIO + 1] * ROUNDS)
+    assert time_products(lambda: next(slow)) == DtypeTiming(1.0, ABORT_RATIO + 1)
     assert len(list(slow)) == 4 * (ROUNDS - LEAST_ROUNDS)
 
 
@@ -128,7 +134,7 @@ def test_timing_leaves_torch_as_it_was() -> None:
 @pytest.fixture
 def with_instructions(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(precision, "computes_bfloat16", lambda: True)
-    for name in precision.HIDING:
+    for name in precision.ISA_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -224,7 +230,7 @@ def test_the_decision_follows_what_was_measured_here(hidden: dict[str, str]) -> 
         [sys.executable, "-c", DECIDE], env={**os.environ, **hidden}, capture_output=True, text=True, check=True
     ).stdout
     dtype, ratio = json.loads(out)
-    assert (dtype == "bfloat16") == (ratio <= CLEAR)
+    assert (dtype == "bfloat16") == (ratio <= MAX_BFLOAT16_RATIO)
     if hidden and os.uname().machine == "x86_64":
         # Each product is then converted to float32, computed in it and converted back, which cannot be faster.
         assert dtype == "float32"

@@ -16,7 +16,7 @@ from relax_rt.observe.notes import EventNotes
 from relax_rt.roles.data.index import RowIndex
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.rewards import answer_checks
-from relax_rt.roles.rewards.answer_checks import SHOWN, check_answers
+from relax_rt.roles.rewards.answer_checks import MAX_PRINTED, check_answers
 from relax_rt.roles.rewards.settings import RewardTable
 
 pytestmark = pytest.mark.skipif(find_spec("math_verify") is None, reason="math-verify is not installed")
@@ -52,10 +52,10 @@ def test_answers_that_cannot_be_read_are_named_by_file_and_line(tmp_path: Path) 
     assert head.startswith("3 of 5 right answers") and "'math'" in head
     assert "d.jsonl:2: '5!!'" in examples[0] and "1 more" in examples[-1]
     # More than half: the reward does not fit the data.
-    problem = report.problem(SHOWN)
+    problem = report.problem(MAX_PRINTED)
     assert problem is not None
     assert problem.path == ("reward",) and "d.jsonl:2" in problem.message
-    assert [one.problem(SHOWN) for one in check(tmp_path, ["1", "2", "5!!"], function="math")] == [None]
+    assert [one.problem(MAX_PRINTED) for one in check(tmp_path, ["1", "2", "5!!"], function="math")] == [None]
 
 
 def test_an_answer_is_shown_whole(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_what_takes_too_long_counts_as_wrong(monkeypatch: pytest.MonkeyPatch) ->
             pass
 
     monkeypatch.setattr(maths, "COMPARE_S", 0.05)
-    monkeypatch.setattr(maths, "same", forever)
+    monkeypatch.setattr(maths, "answers_equal", forever)
     assert score("\\boxed{5}", "5") == 0
     monkeypatch.setattr(maths, "gold_text", forever)
     with pytest.raises(UnreadableAnswer, match=r"takes longer than 0\.05 s"):

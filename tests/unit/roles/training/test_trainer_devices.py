@@ -147,14 +147,14 @@ def test_what_runs_out_of_memory_gives_back_what_it_holds(model_dir: Path, monke
         return predicted(*arguments, **options)
 
     monkeypatch.setattr(trainer, "_predicted", scarce)
-    monkeypatch.setattr("relax_rt.roles.training.batch.budget.free_cached", freed.append)
+    monkeypatch.setattr("relax_rt.roles.training.batch.budget.empty_cache", freed.append)
     assert trainer.step(SAMPLES, 1).others["micro_batches_halved"] == 1
     assert freed == [CPU]
     calls: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
-    module.free_cached(CPU)
+    module.empty_cache(CPU)
     assert not calls
-    module.free_cached(torch.device("cuda", 0))
+    module.empty_cache(torch.device("cuda", 0))
     assert calls
 
 
@@ -199,7 +199,7 @@ def test_values_leave_a_gpu_bucket_by_bucket(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "Event", Event)
     source, target = torch.arange(23, dtype=torch.uint8), torch.zeros(23, dtype=torch.uint8)
     buffers = torch.empty(8, dtype=torch.uint8), torch.empty(8, dtype=torch.uint8)
-    module._through(source, target, buffers)
+    module.copy_through(source, target, buffers)
     assert torch.equal(target, source)
     # One is on its way while the one before is put into its place.
     assert log == ["record 0", "record 1", "wait 0", "record 2", "wait 1", "wait 2"]

@@ -458,3 +458,11 @@ def test_a_users_own_parts_by_import_path(tmp_path: Any) -> None:
     torch.testing.assert_close(ours, plain / 2 + ((given_.logprobs - given_.behaviour) ** 2).sum())
     with pytest.raises(Refused, match="unknown key 'scales'"):
         Objective.of(AlgorithmTable(loss={"name": "mine.py:my_loss", "scales": 3.0}), base=tmp_path)
+    # They may read any column of a sample: rank 0 of a gang must have them all.
+    assert objective.reads_columns and mixed.reads_columns
+
+
+@pytest.mark.parametrize("table", [{}, {"name": "m2po"}, {"kl": {"name": "k1", "place": "reward"}}])
+def test_known_parts_read_no_column_before_the_proximal_log_probabilities(table: dict[str, Any]) -> None:
+    objective = Objective.of(AlgorithmTable(**table))
+    assert not objective.reads_columns

@@ -1,17 +1,155 @@
-"""Tool calls in the forms that models really write: no arguments, numbers that JSON lacks, Python's words, calls in a
-thought without an end, answers that only look like calls."""
+"""Tool calls and thoughts in the writing of the common families."""
 
 from __future__ import annotations
 
 import json
+import keyword
+from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import pytest
-from chat_fixtures import tiny
+from call_templates import ENDS, TEMPLATES
+from chat_fixtures import LLAMA3, MOVES_TOOLS, QWEN3, TOOLS, smollm2, tiny, user
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from relax_rt.roles.agentic.tokens.parsers import parse, tool_family
+from relax_rt.roles.agentic.tokens.parsers import TOOL_PARSERS, parse, split_reasoning, tool_family
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.tokens.types import Tool
+from relax_rt.roles.models.tokenizer import ChatTokenizer
+from relax_rt.transport.rpc.errors import Refused
+
+HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+PARAMETERS = "<parameter=a>\n1\n</parameter>\n<parameter=note>\n2\n</parameter>"
+CODER = f"<tool_call>\n<function=add>\n{PARAMETERS}\n</function>\n</tool_call>"
+V3 = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>'
+V31 = '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+
+READ = [
+    ("hermes", f"Well.\n{HERMES}", "Well.", [("add", {"a": 1})], 0),
+    ("hermes", f"{HERMES}\n{HERMES}", "", [("add", {"a": 1})] * 2, 0),
+    ("hermes", HERMES.replace("arguments", "parameters"), "", [("add", {"a": 1})], 0),
+    ("hermes", HERMES.replace('{"a": 1}', '"{\\"a\\": 1}"'), "", [("add", {"a": 1})], 0),
+    # The model stopped before its closing mark; a mark inside an argument; calls without arguments.
+    ("hermes", HERMES.removesuffix("\n</tool_call>"), "", [("add", {"a": 1})], 0),
+    ("hermes", HERMES.replace("1", '"</tool_call>"'), "", [("add", {"a": "</tool_call>"})], 0),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [("now", {})], 0),
+    # One that cannot be read beside one that can.
+    ("hermes", f"<tool_call>{{oops</tool_call>{HERMES}", "<tool_call>{oops</tool_call>", [("add", {"a": 1})], 1),
+    ("hermes", '<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', [], 1),
+    ("hermes", '<tool_call>{"name": "add", "arguments": [', '<tool_call>{"name": "add", "arguments": [', [], 1),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}', None, [], 1),
+    ("qwen3_coder", CODER, "", [("add", {"a": 1, "note": "2"})], 0),
+    ("qwen3_coder", "<tool_call><function=add>rest</function></tool_call>", None, [], 1),
+    ("llama3_json", '{"name": "add", "parameters": {"a": 1}}', "", [("add", {"a": 1})], 0),
+    ("llama3_json", '<|python_tag|>{"name": "add"}; {"name": "now"}', "", [("add", {}), ("now", {})], 0),
+    ("llama3_json", '{"name": "add"};rest', "rest", [("add", {})], 1),
+    ("llama3_json", '{"sum": 3}', '{"sum": 3}', [], 0),
+    ("llama3_json", '{"name": "add", "parameters": {"a"', None, [], 1),
+    ("llama3_json", "<|python_tag|>print(1)", None, [], 1),
+    ("mistral", '[TOOL_CALLS][{"name": "add"}, {"name": "now"}]', "", [("add", {}), ("now", {})], 0),
+    ("mistral", 'Well.[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now{}', "Well.", [("add", {"a": 1}), ("now", {})], 0),
+    ("mistral", "[TOOL_CALLS]add(1)", None, [], 1),
+    ("deepseek", f"Well.<｜tool▁calls▁begin｜>{V3}\n{V3}<｜tool▁calls▁end｜>", "Well.", [("add", {"a": 1})] * 2, 0),
+    ("deepseek", f"<｜tool▁calls▁begin｜>{V31}<｜tool▁calls▁end｜>", "", [("add", {"a": 1})], 0),
+    ("deepseek", V31.replace("1}", "1"), None, [], 1),
+    ("none", HERMES, HERMES, [], 0),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "content", "calls", "malformed"), READ)
+def test_calls_are_read_and_what_cannot_be_read_stays_text(
+    family: str, text: str, content: str | None, calls: list[tuple[str, object]], malformed: int
+) -> None:
+    parsed = parse(text, TOOLS, tool_parser=family, reasoning_parser="none", opened=False)
+    assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == calls
+    assert (parsed.content, parsed.malformed) == (text if content is None else content, malformed)
+
+
+@pytest.mark.parametrize("family", TOOL_PARSERS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Well.",
+        '{"a":' * 50_000,
+        "<tool_call>" * 500,
+        "<tool_call>" + "[" * 50_000,
+        "[" * 50_000,
+        "<|channel|>" * 5_000,
+        " " * 50_000 + "x",
+        "[f(a=" + "-" * 50_000 + "1)]",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>" * 500,
+    ],
+)
+def test_nothing_that_is_no_call_is_lost(family: str, text: str) -> None:
+    assert parse(text, TOOLS, tool_parser=family, reasoning_parser="none", opened=False).content == text
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    parsed = parse(HERMES, (), tool_parser="hermes", reasoning_parser="none", opened=False)
+    assert (parsed.content, parsed.calls) == (HERMES, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "thought", "said"),
+    [
+        ("<think>\nhm\n</think>\n\nYes.", False, "hm", "Yes."),
+        ("hm\n</think>\n\nYes.", True, "hm", "Yes."),
+        ("<think>\nhm", False, "hm", ""),
+        ("hm", True, "hm", ""),
+        ("Yes. <think>no</think>", False, "", "Yes. <think>no</think>"),
+    ],
+)
+def test_thoughts_are_told_from_words(text: str, opened: bool, thought: str, said: str) -> None:
+    assert split_reasoning(text, opened=opened) == (thought, said)
+
+
+def test_families_are_known_by_the_templates_text() -> None:
+    assert [tool_family(text) for text in (QWEN3, LLAMA3, MOVES_TOOLS)] == ["hermes", "llama3_json", "none"]
+    assert tool_family("<tool_call>\n<function=x>") == "qwen3_coder"
+    assert tool_family("[TOOL_CALLS]") == "mistral"
+    assert tool_family("<｜tool▁call▁begin｜>") == "deepseek"
+    chat = ChatTemplate(tiny(), template=QWEN3, tool_parser="mistral")
+    assert (chat.tool_parser, chat.reasoning_parser) == ("mistral", "think")
+    assert ChatTemplate(tiny()).reasoning_parser == "none"
+    with pytest.raises(Refused, match="did you mean 'hermes'"):
+        ChatTemplate(tiny(), tool_parser="hermse")
+    with pytest.raises(Refused, match="no response_template"):
+        ChatTemplate(tiny(), tool_parser="model")
+
+
+def test_the_tokenizers_own_response_template_goes_first() -> None:
+    raw = deepcopy(smollm2().raw)
+    raw.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "content": {},
+            "thinking": {"open": "<<", "close": ">>"},
+            "tool_calls": {
+                "open": "CALL",
+                "close": "END",
+                "content": "json",
+                "repeats": True,
+                "transform": {"type": "function", "function": {"name": "{content.f}", "arguments": "{content.x}"}},
+            },
+        },
+    }
+    chat = ChatTemplate(ChatTokenizer(raw, smollm2().folder))
+    assert chat.tool_parser == "model"
+    prompt = "<|im_start|>assistant\n"
+    parsed = chat.parse('<<hm>>Well.CALL{"f": "add", "x": {"a": 1}}END', TOOLS, prompt=prompt)
+    assert (parsed.content, parsed.reasoning, parsed.malformed) == ("Well.", "hm", 0)
+    assert [(call.name, call.arguments) for call in parsed.calls] == [("add", '{"a": 1}')]
+    parsed = chat.parse("CALL{END", TOOLS, prompt=prompt)
+    assert (parsed.content, parsed.malformed) == ("CALL{END", 1)
+
+
+def test_special_tokens_are_no_words() -> None:
+    chat = ChatTemplate(smollm2(), template=QWEN3)
+    parsed = chat.parse("<think>\nh<|im_start|>m\n</think>\n\nYes<|im_end|>.", (), prompt="")
+    assert (parsed.content, parsed.reasoning) == ("Yes.", "hm")
 
 
 def tool(name: str = "f", properties: dict[str, Any] | None = None, **more: Any) -> Tool:
@@ -397,3 +535,120 @@ def test_where_the_template_takes_one_call_a_turn_the_others_are_malformed() -> 
 )
 def test_newer_families_are_known_by_their_templates(source: str, family: str) -> None:
     assert tool_family(source) == family
+
+
+PARSERS = {
+    "glm47": "glm45",
+    "mistral args": "mistral",
+    "deepseek v3": "deepseek",
+    "deepseek v3.1": "deepseek",
+}
+ONE_CALL_FAMILIES = {"gpt_oss"}
+PLAIN_VALUES = {"qwen3_coder", "glm45", "glm47"}
+"""Families whose marks end a value: no value can hold them."""
+MARKS = ("<parameter=", "</parameter>", "<arg_key>", "</arg_value>")
+
+OPENINGS = {
+    "hermes": "<tool_call>",
+    "qwen3_coder": "<tool_call>",
+    "glm45": "<tool_call>",
+    "glm47": "<tool_call>",
+    "mistral": "[TOOL_CALLS]",
+    "mistral args": "[TOOL_CALLS]",
+    "deepseek v3": "<｜tool▁calls▁begin｜>",
+    "deepseek v3.1": "<｜tool▁calls▁begin｜>",
+    "kimi_k2": "<|tool_calls_section_begin|>",
+}
+"""What begins a call, in families that mark it."""
+NAMES = st.from_regex(r"[a-z][a-z_0-9]{0,8}", fullmatch=True).filter(lambda name: not keyword.iskeyword(name))
+TEXTS = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    st.sampled_from(["</tool_call>", "<tool_call>", "a\n", "\na", "True", "null", "3", "[1]", "\\d", '"', "'", "```"]),
+)
+NUMBERS = st.one_of(st.integers(-(10**12), 10**12), st.floats(allow_nan=False, allow_infinity=False))
+SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS)
+VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(NAMES, SCALARS, max_size=3))
+CALLS = st.lists(st.tuples(NAMES, st.dictionaries(NAMES, VALUES, max_size=4)), min_size=1, max_size=3)
+KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+
+
+@cache
+def chat_of(family: str) -> ChatTemplate:
+    return ChatTemplate(tiny(), template=TEMPLATES[family])
+
+
+def tool_for(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    properties = {key: {"type": KINDS.get(type(value), ["integer", "null"])} for key, value in arguments.items()}
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": properties}},
+    }
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_the_templates_family_and_form_are_found(family: str) -> None:
+    chat = chat_of(family)
+    assert chat.tool_parser == PARSERS.get(family, family)
+    assert chat.capabilities.arguments_as_text == family.startswith("deepseek")
+    assert set(chat.capabilities.missing) == ({"parallel calls"} if family in ONE_CALL_FAMILIES else set())
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+@settings(max_examples=60)
+@given(calls=CALLS)
+def test_what_a_template_writes_is_read_back(family: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
+    if family in PLAIN_VALUES:
+        text = json.dumps(calls, ensure_ascii=False)
+        calls = [] if any(mark in text for mark in MARKS) else calls
+    calls = list({name: (name, arguments) for name, arguments in calls}.values())[
+        : 1 if family in ONE_CALL_FAMILIES else 3
+    ]
+    if not calls:
+        return
+    chat, tools = chat_of(family), [tool_for(*call) for call in calls]
+    functions = [{"name": name, "arguments": json.dumps(arguments)} for name, arguments in calls]
+    message = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": f"call0000{n}", "type": "function", "function": one} for n, one in enumerate(functions)],
+    }
+    prompt = chat.text([user("Go.")], tools)
+    whole = chat.text([user("Go."), message], tools, generation=False)
+    assert whole.startswith(prompt)
+    end = ENDS.get(family, "<|end|>")
+    assert whole.endswith(end)
+    text = whole[len(prompt) :]
+    for written in (text, text.removesuffix(end)) if family in ENDS else (text.removesuffix(end),):
+        parsed = chat.parse(written, tools, prompt=prompt)
+        # As JSON, so that 1 and 1.0 and true are three things.
+        assert [(one.name, json.dumps(json.loads(one.arguments))) for one in parsed.calls] == [
+            (name, json.dumps(arguments)) for name, arguments in calls
+        ]
+        assert (parsed.content, parsed.malformed) == ("", 0)
+
+
+@pytest.mark.parametrize("family", OPENINGS)
+@settings(max_examples=60)
+@given(calls=CALLS, at=st.integers(0, 400), junk=st.sampled_from(["", "{", "}", '"', "\n", "<", "True", "="]))
+def test_a_broken_call_is_never_lost_without_a_count(
+    family: str, calls: list[tuple[str, dict[str, Any]]], at: int, junk: str
+) -> None:
+    chat, tools = chat_of(family), [tool_for(*call) for call in calls]
+    name, arguments = calls[0]
+    function = {"name": name, "arguments": arguments}
+    message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call00001", "type": "function", "function": function}],
+    }
+    prompt = chat.text([user("Go.")], tools)
+    text = chat.text([user("Go."), message], tools, generation=False)[len(prompt) :].removesuffix(
+        ENDS.get(family, "<|end|>")
+    )
+    at = min(at, len(text))
+    broken = text[:at] + junk + text[at + len(junk) :]
+    parsed = chat.parse(broken, tools, prompt=prompt)
+    if OPENINGS[family] in broken:
+        assert parsed.calls or parsed.malformed
+    for one in parsed.calls:
+        assert isinstance(json.loads(one.arguments), dict)
