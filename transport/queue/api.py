@@ -98,10 +98,10 @@ class QueueApi(Protocol):
         item: str = "",
         about: str = "",
     ) -> None:
-        """Release unfinished groups of a producer; what is missing of them is given out again.
+        """Release unfinished groups of a producer; their missing members are admitted again.
 
         failed: it could not be made: `on_failed_member` says what becomes of it, and it counts against the prompt.
-        losses: how often it was begun here and lost, through nobody's fault: several in a row are a failure.
+        losses: how often it was begun here and lost without a failure; several in a row count as one.
         late, item, about: of a failure, see Failure.
         """
 
@@ -166,7 +166,7 @@ class QueueApi(Protocol):
 
     @idempotent
     async def assign_items(self, seq: Count, items: dict[Count, Count]) -> ItemsAssigned:
-        """The data items of places in the prompt order; places that were given out keep what they had."""
+        """Set the data items of places in the prompt order; issued places keep theirs."""
 
     @idempotent
     async def flush(self) -> None:
@@ -186,7 +186,7 @@ class QueueApi(Protocol):
 
     @idempotent
     async def process_exited(self, seq: Count, who: Incarnation, reason: str) -> None:
-        """Told by the agent: this process has ended; its leases lapse at once and its pins are released."""
+        """Report from the agent that a process has ended; its leases lapse at once and its pins are released."""
 
     @idempotent
     async def stats(self) -> QueueStats:

@@ -171,7 +171,7 @@ class LeasedBatch:
     Finish it with `complete` or `release`: if it is forgotten, the garbage collector releases it.
 
     Args:
-        task: what it was taken for.
+        task: the task of the lease.
         batch, open_block, on_drop: see LeasedMemory.
     """
 
@@ -377,7 +377,7 @@ class ViewTracker:
     def _gone(self, lease: int) -> None:
         """Called by the garbage collector, in any thread."""
         if self._loop is not None:
-            # A loop that is closed has nobody to tell.
+            # The loop is closed: there is nothing to notify.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._count, lease)
 

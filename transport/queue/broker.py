@@ -49,7 +49,7 @@ from relax_rt.transport.rpc.interface import eager
 
 _SPILL_RETRY_S = 5.0
 FAR_SILENT_S = 600.0
-"""A process on another node, whose death nobody sees, is taken for dead after so long a silence."""
+"""Seconds of silence after which a process on another node, which cannot be watched, counts as dead."""
 
 Notify = Callable[[str, dict[str, Any]], None]
 
@@ -149,7 +149,7 @@ class Broker(JournaledBroker[Ledger]):
         self._check_alive()
         if who is not None and not isinstance(event, ev.JoinQueue) and not self._ledger.knows(who):
             if self._node:
-                # Here whoever works has joined; only memory that began anew makes the ledger forget him.
+                # Every caller has joined; the ledger forgets one only when shared memory was recreated.
                 raise StaleEpoch(
                     f"call of {who}",
                     why="the queue's memory began anew since it joined, and what it puts would lie in the old one",

@@ -102,7 +102,7 @@ class QueueClient:
             own check is enough.
         fetcher: gets payloads that lie on other nodes; closed by whoever made it.
         fetch_s: how long a lease waits for such a payload before it releases the samples and asks for others: their
-            owner may be dead, and the broker about to hear of it. 0: for the length of the lease, then it fails.
+            owner may be dead before the broker notices. 0: for the length of the lease, then it fails.
         on_lost: gets ids of groups that are no longer this incarnation's (lapsed or revoked): stop working on them.
         on_wait: gets the reason of a wait, and an empty string when none is left; for the role's progress. Waits for
             work (admit and lease) are not reported: whoever makes these knows whether there is other work.
@@ -177,7 +177,7 @@ class QueueClient:
         await asyncio.gather(*pending, return_exceptions=True)
         if not self.groups and not self.leases and not len(self._views):
             # Nothing of this incarnation is needed: the broker forgets its replies and its empty slabs. One that is
-            # away, or knows of a newer incarnation, hears of the process's end.
+            # away, or has a newer incarnation of this slot, learns of the process's end.
             with suppress(RelaxError, TimeoutError):
                 async with asyncio.timeout(SLICE_S):
                     await self.api.process_exited(self._calls.next_number(), self.who, "it left")
@@ -312,7 +312,7 @@ class QueueClient:
         item: str = "",
         about: str = "",
     ) -> None:
-        """Release unfinished groups; what is missing of them is given out again.
+        """Release unfinished groups; their missing members are admitted again.
 
         Args:
             failed: it could not be made, as when a task fails on a sample: the policy says what becomes of it, and a
@@ -363,7 +363,7 @@ class QueueClient:
                 wanted = wanted[CALL_CHUNKS:]
                 continue
             found.update((chunk.key, decode_partial(chunk)) for chunk in chunks)
-            # Those before the last one that were left out are not held any more.
+            # Members before the last one that are absent have no partial completion any more.
             wanted = wanted[wanted.index(chunks[-1].key) + 1 :]
         return found
 
@@ -570,7 +570,7 @@ class QueueClient:
         except StaleEpoch:
             raise
         except Refused:
-            # Nobody works on the leases any more, and nobody else will say that their memory is not read.
+            # The leases are lost. Release their pins here: no other call will.
             for lease, left in views.items():
                 await self._release(lease, "the step does not count", left)
             raise
@@ -582,7 +582,7 @@ class QueueClient:
     async def filter_groups(self, batch: LeasedBatch, groups: Sequence[int], reason: str) -> LeasedBatch:
         """Leave groups of a batch out of the step; answers with the rest of it, which is empty if that was all.
 
-        They end as dropped(filter), whatever becomes of the step: their prompts are not given out again, and others
+        They end as dropped(filter), whatever happens to the step: their prompts are not issued again, and others
         are admitted in their place. Do not look at their columns any more.
 
         reason: for the event log, as `rule: why`; the account counts samples by rule.
@@ -621,8 +621,8 @@ class QueueClient:
     async def assign_items(self, items: Mapping[int, int]) -> ItemsAssigned:
         """Say which data item places of the prompt order are of, by the item's place in the data.
 
-        Places that were given out keep what they had, also when they are given out again; so do those that nothing is
-        said of: they are of the run's order. Answers with the first place that was not given out.
+        Issued places keep their items, also when they are issued again; places that are not named follow the run's
+        order. Returns the first place that was not issued.
         """
         assigned = dict(items)
         return await self._finish(self._call(lambda seq: self.api.assign_items(seq, assigned)))
@@ -671,7 +671,7 @@ class QueueClient:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            # Without a caller an error has nobody to go to, and what it left undone lapses with the lease.
+            # Without a caller there is no one to raise the error to; unfinished work lapses with the lease.
             if not outcome.done():
                 outcome.set_exception(error)
             if not isinstance(error, Exception):
@@ -687,7 +687,7 @@ class QueueClient:
 
         def ended(task: asyncio.Future[None]) -> None:
             self._background.discard(task)
-            # A client that is fenced or cannot be reached hears of it by its next call; its pins end with the process.
+            # A fenced or disconnected client learns so from its next call; its pins end with the process.
             if not task.cancelled():
                 task.exception()
 
@@ -732,7 +732,7 @@ class QueueClient:
         try:
             freed = await self._call(send)
         except Refused:
-            # Only after a refusal is it sure that nobody reads the extents.
+            # Only a refusal guarantees that no reader has the extents.
             self._payload.free(extents_in(puts))
             raise
         self._payload.free(freed)

@@ -214,7 +214,7 @@ class Host:
         return True
 
     async def _give_up(self, cause: BaseException) -> None:
-        """Refuse whoever calls from now on, so that nobody waits for a broker that nobody starts again."""
+        """Refuse all further calls, so that no client waits for a broker that will not be restarted."""
         log.error("queue %s: its broker failed for good: %s", self.folder, cause)
         try:
             await self._stop()

@@ -134,7 +134,7 @@ class PayloadWriter:
             OutOfSpace: there was no room in time; nothing was put.
             Refused: a value cannot be put, or the arena could never hold them.
         """
-        # All rows are taken to be as large as the first: it only decides where the copy runs.
+        # Estimate all rows by the first: this only decides where the copy runs.
         nbytes = nbytes_of(rows[0]) * len(rows)
         places = await self._place(lambda: self._arena.put_rows(rows, length_field=self._length_field), nbytes, until)
         self._check_size([placed for placed, _ in places], lambda: row_sizes(rows))
@@ -181,7 +181,7 @@ class PayloadWriter:
                     await asyncio.sleep(delay_s)
 
     async def drained(self, wait_s: float) -> int:
-        """Wait until nobody needs what lies here any more; answers with the bytes of what is left after wait_s."""
+        """Wait until no reader needs this memory; returns the bytes still in use after wait_s."""
         loop = asyncio.get_running_loop()
         deadline, delay_s = loop.time() + wait_s, _POLL_S
         with self._reasons.wait() as wait:
@@ -330,7 +330,7 @@ class PutBatcher:
             self.rows += len(rows)
             _answer(puts, ids)
             return []
-        # Only its own caller should hear of it.
+        # Only the caller of the bad put should get the error.
         for put in puts:
             await self._deliver([put])
         return []
@@ -467,7 +467,7 @@ class GroupPuts:
                         raise OutOfSpace(f"put of {sum(groups)} samples", why=answer.waiting_on)
                     slice_s = _SLICE_S
         except (Refused, OutOfSpace):
-            # Only after such an answer is it sure that nobody reads the extents.
+            # Only such an answer guarantees that no reader has the extents.
             self._payload.free(extents_in(puts))
             raise
 

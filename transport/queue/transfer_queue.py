@@ -101,7 +101,7 @@ class TransferQueue:
             capacity_bytes: payload in shared memory from which on producers wait.
             spill_bytes: payload that may move to disk when memory fills.
             durable: payloads lie in files of the folder and outlive the host's processes.
-            lease_s: a consumer that is not heard of for this long loses its samples.
+            lease_s: a consumer that is silent for this long loses its samples.
             listen: tcp address for other nodes, as ``tcp://10.0.0.1:7000``; the folder's keys.json lets them in.
             length_field: the column whose length counts as a sample's tokens.
             policy, limits: everything else that the ledger can do; instead of the above.

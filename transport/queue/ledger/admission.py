@@ -193,7 +193,7 @@ def _reissue(core: Core, who: Incarnation, group: SampleGroup, engine_version: i
 
 
 def reopen(core: Core, group: SampleGroup, state: str, why: str = "", *, losses: int = 0) -> None:
-    """Give out again what is missing of a group that nobody makes any more, or end the group in `state`.
+    """Queue the missing members of a group without a producer for admission, or end the group in `state`.
 
     Members that are there stay, and the partial completions of the others, so that a producer's death costs at most
     what it sampled since it last saved them.
@@ -572,7 +572,7 @@ def _save_chunk(core: Core, group: SampleGroup, one: PartialChunk) -> int:
         core.partials_refused["with a gap"] += 1
         return have
     if old is not None and one.start and len(one.rows) * TOKEN_BYTES != old.row_bytes * len(one.tokens):
-        # Nobody could tell whose rows are whose; from its first token on it would be taken.
+        # The rows would not match the tokens; a chunk from the first token on would be accepted.
         core.partials_refused["of another kind"] += 1
         return have
     new = _joined(old, one)

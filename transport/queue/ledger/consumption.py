@@ -81,7 +81,7 @@ def _suspect_alone(core: Core, task: str, keys: list[SampleKey], request: LeaseR
         return keys
     groups = core.state.groups
     for key in keys:
-        # Nobody died of a packed sample: a lapse unpacks it.
+        # A packed sample has no deaths: a lapse unpacks it.
         if (group := groups.get(key.group)) is not None and group.samples[key.member].deaths >= last:
             return [key]
     return keys

@@ -1,4 +1,4 @@
-"""Failed members and their causes: regenerated, left out, or the end of their group; items that only time out."""
+"""Failed members and their causes: regenerated, excluded, or the end of their group; items that only time out."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def _fail(core: Core, group: SampleGroup, members: set[int]) -> None:
     policy = core.policy
     member_states = dict.fromkeys(members, "failed")
     if group.prompt is None:
-        # Nobody regenerates a sample that was put without a ticket. Its siblings are useful without it, unless they are
-        # trained as one.
+        # A sample that was put without a ticket cannot be regenerated. Its siblings are useful without it, unless they
+        # are trained as one.
         if policy.step_task:
             core.end(group, "dropped(sibling)", member_states=member_states)
         else:
@@ -110,7 +110,7 @@ def lose_memory(core: Core, who: Incarnation) -> None:
 
 
 def find_stuck(core: Core, held: Iterable[tuple[SampleKey, SampleState]]) -> list[Failure]:
-    """Samples that nobody will ever work on: each task is done with them, or lacks a column that none will put."""
+    """Samples that no task can ever work on: each is done with them, or lacks a column that no other task will put."""
     step_task, everything = core.policy.step_task, len(core.policy.tasks)
     found: list[Failure] = []
     for key, sample in held:
@@ -239,7 +239,7 @@ def failed_group(core: Core, group: SampleGroup) -> None:
         state.no_progress = True
         report_losses(core)
         core.log("no_progress", failed_groups=state.failed_groups, prompts=len(state.prompts))
-        # The trainer waits for groups, and is to hear of it.
+        # Wake the trainer, which waits for groups.
         core.touched.add(policy.step_task)
 
 
@@ -395,7 +395,7 @@ def _late_again(core: Core, group: SampleGroup, item: str, task: str) -> bool:
     """A whole attempt of the item was late once more. Whether it is the item, and not the service, that is at fault.
 
     The service is at fault if another item was late as well since anything last got through the task: then the item's
-    attempts count from nothing. The item is at fault if others got through since its first group was given out. That
+    attempts count from zero. The item is at fault if others got through since its first group was admitted. That
     count is not taken at its last attempt, because others may be held up by this very group (on_straggler = "wait").
     """
     state, late = core.state.progress, core.state.progress.late.setdefault(task, {})

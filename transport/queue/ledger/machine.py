@@ -52,7 +52,7 @@ def open_run(core: Core, event: ev.OpenRun) -> None:
     before = (core.state.run_id, callers.node, callers.payloads)
     core.changed = core.changed or before != after or core.state.blocked_since is not None
     core.state.run_id, callers.node, callers.payloads = after
-    # Like the leases, the wait for stragglers begins anew: nobody could be heard meanwhile.
+    # Like the leases, the wait for stragglers starts again: no call arrived meanwhile.
     core.state.blocked_since = None
 
 
@@ -341,7 +341,7 @@ class Ledger:
                 reply = Granted(answer.lease)
             elif (said := handler.apply(core, who, event)) is not None:
                 answer = reply = said
-            # Who is told to wait asks again under the same number. (A replay does not know the reason of a wait for
+            # A caller that must wait asks again under the same number. (A replay does not know the reason of a wait for
             # samples: it chooses nothing.)
             waits = not answer.lease if isinstance(answer, LeaseGrant) else getattr(answer, "waiting_on", "")
             if core.changed and entry.seq and not waits:

@@ -86,12 +86,12 @@ class Ticket(msgspec.Struct, frozen=True):
     Attributes:
         group: id of the group.
         prompt: index in the run's prompt order, which derives from (run seed, index) alone.
-        attempt: 0, or how often this prompt was given out before (after a refusal, loss or lapse).
+        attempt: how often this prompt was issued before (after a refusal, loss or lapse).
         size: members of the group.
         version: the newest policy version that the ledger knew when it admitted the group.
         lease_s: length of the lease; renew it while the group is worked on.
         members: those to generate, when others of the group are there already; empty: all.
-        issue: counts how often the group was given out, so that what was sampled under an earlier ticket is known.
+        issue: number of tickets of the group so far; tells tokens sampled under an earlier ticket from newer ones.
         partials: tokens that are kept of members that somebody else began, by member; `QueueApi.partials` has them.
         item: data item that was chosen for the prompt; None: the one that the run's order has at its index.
         losses: how often in a row what was begun of it was lost, with nothing made in between.
@@ -366,7 +366,7 @@ class StepReply(msgspec.Struct, frozen=True, tag="step_reply"):
 
 
 class ItemsAssigned(msgspec.Struct, frozen=True, tag="items_assigned"):
-    """The answer to a choice of prompts: places in the prompt order from next_index on were not yet given out."""
+    """Reply to a choice of prompts: places in the prompt order from next_index on are not yet issued."""
 
     next_index: int
 
@@ -413,7 +413,7 @@ class QueueStats(msgspec.Struct, frozen=True):
 
 
 class Freed(msgspec.Struct, frozen=True, tag="freed", gc=False):
-    """Extents of the caller that nobody reads any more: the reply to puts, completions and unpins."""
+    """Freed extents of the caller: the reply to puts, completions and unpins."""
 
     extents: list[Extent] = []
 

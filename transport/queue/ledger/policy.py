@@ -131,7 +131,7 @@ class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
         max_sample_bytes: a sample with more payload is refused.
         keep_steps: a roll-back can go back this many steps; what is older is kept as counts only.
         durable: payloads lie in files that outlive the node agent.
-        partial_bytes: the partial completion of one member takes no more. partials_bytes: nor do all of them together.
+        partial_bytes: limit of one member's partial completion. partials_bytes: limit of all of them together.
     """
 
     lease_s: float = 60.0

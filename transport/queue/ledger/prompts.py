@@ -1,4 +1,4 @@
-"""The order of prompts: none is skipped, none is given out twice at the same time."""
+"""The order of prompts: none is skipped, none is issued twice at the same time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, order=True):
     """One place in the prompt order.
 
     Attributes:
-        attempt: how often it was given out before. failures: how often it failed.
+        attempt: how often it was issued before. failures: how often it failed.
         item: the data item that was chosen for it, or ORDERED_ITEM.
-        losses: how often since it last failed, or got on, it was begun and nobody made more of it.
+        losses: how often it was begun and lost in a row, with no progress and no failure in between.
     """
 
     index: int
@@ -27,7 +27,7 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, order=True):
     losses: int = 0
 
     def next_attempt(self, *, failed: bool = False) -> Prompt:
-        """The same place with the same item, given out once more."""
+        """The same place with the same item, issued once more."""
         losses = 0 if failed else self.losses
         return Prompt(self.index, self.attempt + 1, self.failures + failed, self.item, losses)
 
@@ -49,9 +49,9 @@ class PromptPool(msgspec.Struct):
     """Cursor over the prompt order, and the returned prompts, which go first (lowest index first).
 
     Attributes:
-        issued, returned: counts. retired: places that are not tried again. filtered: how many others were left out.
+        issued, returned: counts. retired: places that are not tried again. filtered: number of prompts filtered out.
         skipped: how many others were of retired items.
-        chosen: the items of places not yet given out.
+        chosen: the items of places not yet issued.
     """
 
     cursor: int = 0
@@ -64,7 +64,7 @@ class PromptPool(msgspec.Struct):
     skipped: int = 0
 
     def available(self, limit: int | None) -> bool:
-        """Whether a prompt can be given out; `limit` is the length of the prompt order, if it has one."""
+        """Whether a prompt can be issued; `limit` is the length of the prompt order, if it has one."""
         return bool(self.waiting) or limit is None or self.cursor < limit
 
     def issue(self) -> Prompt:
@@ -76,14 +76,14 @@ class PromptPool(msgspec.Struct):
         return Prompt(self.cursor - 1, item=self.chosen.pop(self.cursor - 1, ORDERED_ITEM))
 
     def choose(self, items: Mapping[int, int]) -> bool:
-        """Items of places; those that were given out keep what they had. Whether anything changed."""
+        """Set the items of places that are not yet issued. Returns whether anything changed."""
         new = {index: item for index, item in items.items() if index >= self.cursor}
         changed = any(self.chosen.get(index) != item for index, item in new.items())
         self.chosen.update(new)
         return changed
 
     def give_back(self, prompt: Prompt, *, failed: bool = False) -> None:
-        """The prompt will be given out again, with its index and the next attempt."""
+        """Return a prompt to the pool; it is issued again with its index and the next attempt."""
         self.returned += 1
         heapq.heappush(self.waiting, prompt.next_attempt(failed=failed))
 

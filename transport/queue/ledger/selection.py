@@ -304,7 +304,7 @@ def hold_for_stragglers(core: Core, *, ends_step: bool = True) -> str:
             return _describe_stragglers(late)
         for group in late:
             core.tally("stragglers")
-            # Nobody waits for the same prompt for ever. What took no time is tried again as often as it takes.
+            # Do not wait for the same prompt forever. One that cost no waiting is retried without limit.
             in_vain = patience_s > 0 and bool(group.missing())
             core.end(group, "dropped(straggler)", fate="failed" if in_vain else "return")
         core.changed = True
@@ -374,7 +374,7 @@ def select_keys(core: Core, samplers: Samplers, task: str, request: LeaseRequest
         if len(found) < request.groups:
             return [], f"{len(found)} of {request.groups} groups are ready for task '{task}'"
         return [key for unit in found for key in unit.keys], ""
-    # Where nothing is ever trained nothing is urgent, and the sampler need read no more than it wants.
+    # Without training nothing is urgent, and the sampler reads only as many units as it needs.
     steps = core.policy.step_task and core.state.trainer_version is not None
     choice = choose_urgent_first(sampler, units, request) if steps else choose(sampler, units, request)
     keys = [key for unit in choice.units for key in unit.keys]
@@ -382,7 +382,7 @@ def select_keys(core: Core, samplers: Samplers, task: str, request: LeaseRequest
 
 
 def _first(core: Core, task: str, request: LeaseRequest) -> tuple[list[SampleKey], str]:
-    """First in, first out: the usual case, without looking at more than what is taken."""
+    """First in, first out: the usual case, which reads only the samples that it takes."""
     if request.tokens:
         keys = [key for unit in fill(_samples(core, task), request).units for key in unit.keys]
     else:

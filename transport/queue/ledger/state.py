@@ -250,13 +250,13 @@ class SampleGroup(msgspec.Struct, array_like=True, gc=False):
         base: the generating engine's version at admission: the version of the members not yet put.
         holder: the incarnation that generates members of it. making: which members.
         lease: lease of the step task that it is part of, or 0.
-        regenerations: how often members of it were given out again (they count as attempts of its prompt).
+        regenerations: how often members of it were regenerated (they count as attempts of its prompt).
         issue: how many tickets it had. idle: how many of them in a row brought neither a member nor more tokens.
         recycled: its over-stale tokens are masked (see LedgerPolicy.on_surplus).
         failed_task: the task at which members failed last. failed: which of them, since one got through it.
         item: id of its data item; empty until a failure named it.
         late: all of these failures were timeouts.
-        passed: samples of the run that had completed each task when the group was given out first.
+        passed: samples of the run that had completed each task when the group was first admitted.
     """
 
     id: int
@@ -395,7 +395,7 @@ class State(msgspec.Struct):
         next_epoch: for those who join of their own accord.
         groups: groups not yet trained. trained: groups trained and not yet covered by a checkpoint.
         runs: packed groups, by the id of the first one.
-        reopened: groups of which members are to be made again, and nobody makes them yet.
+        reopened: groups with members to regenerate that no producer holds.
         leases: held leases. pinned: ended ones whose holder may still read their extents.
         trainer_version: version of the trainer's weights; None before they were announced.
         since_update: samples trained since the trainer's weights last changed.

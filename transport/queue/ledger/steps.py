@@ -77,12 +77,12 @@ def step_lease(core: Core, who: Incarnation, id_: int, what: str) -> Lease:
 
 
 def _offer_others_again(core: Core, ids: Collection[int] = ()) -> None:
-    """Other leases of the step task end: what they were taken for was made before the weights that are there now."""
+    """End other leases of the step task: they were granted before the present weights."""
     for lease in [lease for lease in core.state.leases.values() if lease.task == core.policy.step_task]:
         if lease.id in ids:
             continue
         groups = core.groups_of(lease)
-        # The holder lives, and may still look at what it had taken.
+        # The holder lives, and may still be reading the memory of its lease.
         lapse(core, lease, pinned=True, blame=False)
         for group in groups:
             if group.id in core.state.groups:
@@ -283,7 +283,7 @@ def request_surplus(core: Core, who: Incarnation, event: RequestSurplus) -> None
 
 
 def assign_items(core: Core, who: Incarnation, event: AssignItems) -> ItemsAssigned:
-    """Which data item prompts are of that were not yet given out; answers with the first of these."""
+    """Set the data items of prompts that are not yet issued; returns the first of these."""
     what = f"choosing prompts by {who}"
     if not core.policy.group_size:
         raise Refused(what, why="this queue has no prompts")

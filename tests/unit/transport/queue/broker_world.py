@@ -66,7 +66,7 @@ class World:
         self.notices: list[tuple[str, dict[str, Any]]] = []
 
     async def start(self, run_id: str = "run-1", segment_bytes: int = 1 << 20) -> Broker:
-        self.broker = Broker(
+        broker = Broker(
             self.folder,
             self.shm,
             run_id=run_id,
@@ -77,8 +77,10 @@ class World:
             fsync_every_s=self.fsync_every_s,
             segment_bytes=segment_bytes,
         )
-        await self.broker.open()
-        return self.broker
+        # Clients that retry must not reach it before it is open.
+        await broker.open()
+        self.broker = broker
+        return broker
 
     async def kill(self) -> None:
         """End the broker without letting it do anything more."""
