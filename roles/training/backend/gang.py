@@ -284,7 +284,11 @@ class Leader(GangMember):
             self.backend.use(objective, table, temperature=temperature)
 
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """See `TrainerBackend`. Raises: BadInput, if a sample has branches and the backend takes none."""
+        """Return log-probabilities of each trained token, float32 [T] for each sample.
+
+        Raises:
+            BadInput: a sample has branches, and the backend takes none.
+        """
         self._check(samples)
         with self._command("log_probabilities", samples):
             return self._log_probabilities(samples)
