@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from relax_rt.transport.base.process_stat import start_time as start_time
@@ -139,6 +140,15 @@ def in_exec(pid: int) -> bool:
         return bool(Path(f"/proc/{pid}/exe").readlink().name)  # a kernel thread has none
     except OSError:
         return False
+
+
+def runs_module(pid: int, module: str) -> bool:
+    """Return whether a process was started by ``python -m <module>``."""
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return (b"-m", module.encode()) in pairwise(arguments)
 
 
 def has_environment(pid: int, *pairs: str, limit_s: float = 1.0) -> bool:

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,9 @@ SHM_ROOT = Path("/dev/shm")
 PREFIX = "relax-"
 RUN_ID = re.compile(r"[0-9a-f]{8}")
 FRESH_S = 60.0
+GUARD = "relax_rt.process.guard"
+GUARDS_TIMEOUT_S = 10.0
+"""For guards to end and clean up after their servers; twice what a late resource tracker may take there."""
 
 RUNNING = ("starting", "running", "draining", "joined")
 """Values of `status` in run.json while an agent owns the run, or this node's part of it; all others are final."""
@@ -155,14 +159,35 @@ def append_event(run_dir: Path, by: str, kind: str, **fields: Any) -> None:
         os.close(fd)
 
 
+def kill_run(find: Callable[[], set[int]], *, reap: bool) -> None:
+    """Kill the processes that `find` returns; servers under a guard are first left to it.
+
+    A guard ends its server when the server's owner dies, and then removes the shared memory that only the server had
+    mapped. Nobody else knows which segments these are, so a guard that is killed first leaks them. What has not
+    ended by GUARDS_TIMEOUT_S is killed all the same.
+
+    Args:
+        reap: as in `procfs.kill_until_none`.
+    """
+    deadline = time.monotonic() + GUARDS_TIMEOUT_S
+
+    def unguarded() -> set[int]:
+        found = find()
+        guards = {pid for pid in found if procfs.runs_module(pid, GUARD)}
+        if not guards or time.monotonic() > deadline:
+            return found
+        return found - guards - set().union(*procfs.descendants_of_each(guards).values())
+
+    while not procfs.kill_until_none(unguarded, reap=reap) and find():
+        time.sleep(0.01)
+
+
 def end_run(paths: RunPaths, by: str, cause: str) -> None:
     """Clean up after an agent: kill every process of the run, remove its directories, record the end in run.json.
 
     An agent that ended in order has recorded its end itself.
     """
-    procfs.kill_until_none(
-        lambda: (procfs.descendants(os.getpid()) | members_of_run(paths.run_id)) - {os.getpid()}, reap=True
-    )
+    kill_run(lambda: (procfs.descendants(os.getpid()) | members_of_run(paths.run_id)) - {os.getpid()}, reap=True)
     paths.remove_private()
     _record_death(paths, cause, by)
 
@@ -209,7 +234,7 @@ def clean_stale_runs() -> list[str]:
     """Kill and remove what dead runs of this user left behind; return their ids."""
     cleaned = []
     for paths in stale_runs():
-        procfs.kill_until_none(partial(members_of_run, paths.run_id), reap=False)
+        kill_run(partial(members_of_run, paths.run_id), reap=False)
         paths.remove_private()
         _record_death(paths, "found dead by the next run")
         cleaned.append(paths.run_id)

@@ -57,7 +57,7 @@ OVER_PAUSE_S = 0.05
 WAITING_FOR_TURN = "waits for its turn"
 SLOW_HINT = "raise roles.env.episode_timeout_s, or have it take fewer or shorter turns"
 ENVIRONMENT, GAME = "environment", "game"
-"""What truncated an episode that had turns and tokens left: its environment, or another seat of its game."""
+"""Why an episode with turns and tokens left was truncated: by its environment, or another seat of its game."""
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,7 +207,7 @@ class EpisodeChat:
             if isinstance(error, RelaxError):
                 self.failure = self.failure or error
             if time.monotonic() < self.ends_at:
-                # Cancelled by a function that goes on without this reply.
+                # Cancelled by a function that continues without this reply.
                 self._stop_waiting(f"goes on without reply {turn}")
             raise
         self._stop_waiting(f"goes on after reply {turn}")

@@ -149,7 +149,7 @@ class Player:
 
     @property
     def playing(self) -> int:
-        """How many episodes are being played."""
+        """Number of episodes being played."""
         return len(self._chats) + (len(self.programs.activity) if self.programs is not None else 0)
 
     def activity(self) -> str:

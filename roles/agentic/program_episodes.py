@@ -34,7 +34,7 @@ from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.transport.rpc.errors import Refused, RelaxError, StaleEpoch
 
 TAIL_LINES, TAIL_CHARS = 5, 600
-"""How much of a failed program's standard error an error quotes."""
+"""Limits on the standard error that an error of a failed program quotes."""
 GATEWAY = "gateway"
 LOCAL = ("127.0.0.1", "localhost")
 RETRY_PAUSES_S = (0.5, 1.0, 2.0, 4.0, *[8.0] * 7)

@@ -35,7 +35,7 @@ KILL_S = END_S + 1.0
 DRAIN_S = 2.0
 """Time for the rest of a program's output after its exit: a process that it left behind may hold the pipe."""
 MAX_STDOUT_BYTES, MAX_STDERR_BYTES = 1 << 20, 64 << 10
-"""How much of the end of a program's output is kept."""
+"""The last bytes of a program's output that are kept."""
 WATCH_S = 5.0
 MAX_UNANSWERED = 4
 """A spawner that has not answered this many pings, `WATCH_S` apart, hangs."""
@@ -286,7 +286,7 @@ class ProgramHost:
             if running.link.closed and not running.ended.done():
                 count += 1
                 running.ended.set_exception(EpisodeLost("a program", why=f"{why}, and the program with it"))
-                # Retrieve it: nobody may be waiting.
+                # Retrieve it, in case no caller is waiting.
                 running.ended.exception()
         return count
 

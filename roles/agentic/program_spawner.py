@@ -47,7 +47,7 @@ END_S = 4.0
 """Time for all programs to end, with what they started, when the slot closes the link."""
 CANNOT_START = 127
 KEEPER_SIGNALS = frozenset({signal.SIGTERM, signal.SIGCHLD})
-"""Signals that a keeper waits for; blocked in it from its first instant."""
+"""Signals that a keeper waits for; blocked in it before its fork."""
 DATA_TIMES = 2
 """RLIMIT_DATA of a process is the memory limit times this: it bounds what a process can take between two checks."""
 
@@ -86,7 +86,7 @@ class Spawner:
         gc.freeze()
         self._preload_children = set(procfs.children(self._pid))
         signal.pthread_sigmask(signal.SIG_BLOCK, KEEPER_SIGNALS)
-        # To reap what a killed keeper leaves behind.
+        # Reaps the orphans of a killed keeper.
         procfs.become_subreaper()
         self._send({"ready": error})
         wanted = True
@@ -182,7 +182,7 @@ class Spawner:
         self._check_at = began + took + max(CHECK_INTERVAL_S, CHECK_SHARE * took)
 
     def _kill_orphans(self) -> None:
-        """Kill what a killed keeper has left behind."""
+        """Kill the orphans of a killed keeper."""
         known = {keeper for _, keeper in self._programs.values()} | self._preload_children
         for pid in procfs.children(self._pid):
             if pid not in known:
@@ -219,7 +219,7 @@ def run_keeper(spawner: int, run_program: Callable[[int], NoReturn], refused: Ca
 
     Args:
         spawner: process id of the parent.
-        begin: called in the program's process with the keeper's id. refused: called if there is no room for a process.
+        run_program: called in the program's process with the keeper's id. refused: called if no process can be forked.
     """
     try:
         os.setsid()
@@ -263,7 +263,7 @@ def run_keeper(spawner: int, run_program: Callable[[int], NoReturn], refused: Ca
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
             os.kill(os.getpid(), number)
         os._exit(os.WEXITSTATUS(status) if status is not None else CANNOT_START)
-    except BaseException:  # noqa: BLE001 - the fork must not go on as a second spawner
+    except BaseException:  # noqa: BLE001 - the fork must not continue as a second spawner
         traceback.print_exc()
     finally:
         os._exit(CANNOT_START)
@@ -311,7 +311,7 @@ def run_program(asked: Mapping[str, Any], fds: Sequence[int], setup: Mapping[str
             code = run_python(argv)
         else:
             os.execvpe(argv[0], argv, asked["env"])
-    except BaseException as error:  # noqa: BLE001 - the fork must not go on as a second keeper
+    except BaseException as error:  # noqa: BLE001 - the fork must not continue as a second keeper
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
     finally:
         os._exit(code)

@@ -102,7 +102,7 @@ class ReplayStore:
     def caches_of(self, prompt: int, member: int) -> list[ReplayCache]:
         """Return the caches of each seat of a member's game, in order."""
         if self._lookups % SWEEP_EVERY == 0:
-            # Remove expired files: a group may end without this slot being told.
+            # Remove expired files: a group may end without a message to this slot.
             before = time.time() - self._lifetime_s
             for path in self._folder.iterdir():
                 with suppress(OSError):

@@ -56,7 +56,7 @@ from relax_rt.transport.rpc.interface import idempotent
 
 @dataclass
 class EpisodeCounters:
-    """What an env slot has played since its last metrics record."""
+    """Counters of an env slot since its last metrics record."""
 
     since: float = field(default_factory=time.monotonic)
     episodes: int = 0

@@ -39,14 +39,14 @@ def make_sample(
 ) -> Sample:
     """Return the sample of a member; its T tokens are those of all branches.
 
-    `meta.info` has the rewards of the assistant's turns, and the states before them if the environment tells of all.
+    `meta.info` has the rewards of the assistant's turns, and the states before them if the environment named them all.
 
     Args:
         sampling: what replies were sampled with. player: slot and epoch of the role that played it.
         routing: what routing rows look like; None: replies have none. has_vision: the model takes images.
 
     Raises:
-        Refused: a branch lacks the routing rows that were asked for.
+        Refused: a branch lacks routing rows.
     """
     branches, said = played.episode.branches, played.episode.trained
     starts = np.cumsum([0, *(len(branch.tokens) for branch in branches)]).tolist()

@@ -66,9 +66,9 @@ class EnvSettings(RoleSettings):
     """A file with a chat template in place of the model's; relative to the config file. Unset, as the two parsers: what
     [roles.gateway] says, if there is one."""
     tool_parser: str | None = None
-    """How tool calls are written; unset: as in [roles.gateway], else by the chat template (auto)."""
+    """Format of tool calls; unset: as in [roles.gateway], else by the chat template (auto)."""
     reasoning_parser: str | None = None
-    """How thoughts are marked; unset: as in [roles.gateway], else by the chat template (auto)."""
+    """Format of reasoning; unset: as in [roles.gateway], else by the chat template (auto)."""
     success: float = 0.5
     """An episode whose reward is above this is a success, in evaluations."""
 

@@ -44,7 +44,7 @@ class AbandonedTasks:
 
     Args:
         max_count: at a time.
-        on_abandoned: called with the episode's name, the call, and the line that it stands at.
+        on_abandoned: called with the episode's name, the call, and the line where it is suspended.
         on_too_many: called with why the role must end, once there are more than `max_count`.
 
     Attributes:
@@ -80,7 +80,7 @@ class AbandonedTasks:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            # Retrieve it, or asyncio logs that nobody did.
+            # Retrieve it, or asyncio logs an unretrieved exception.
             task.exception()
 
     def summary(self) -> str:
@@ -137,7 +137,7 @@ class EpisodeTask:
 
         Args:
             late: returns what is raised if the work is not over in time; called before it is cancelled.
-            abandon: called when nobody waits for the work any more, whether it ends or not.
+            abandon: called when the work is no longer waited for, whether it ends or not.
 
         Raises:
             EnvironmentStuck: a call did not end when it was cancelled. EnvironmentFailed: it ended by what is no
@@ -169,7 +169,7 @@ class EpisodeTask:
         try:
             result.set_result(await work())
         except (asyncio.CancelledError, SystemExit) as error:
-            # If this task was cancelled from outside, nobody reads this.
+            # If this task was cancelled from outside, this result is not read.
             kind = EpisodeLost if self.where == BETWEEN_CALLS else EnvironmentFailed
             result.set_exception(kind(self.where, why=f"{type(error).__name__}, raised by itself"))
         except BaseException as error:  # noqa: BLE001 - it is raised where the episode is waited for

@@ -107,7 +107,7 @@ class ReplyReward(msgspec.Struct, frozen=True, array_like=True, tag="reward"):
 
 
 class CancelCall(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """Nobody waits any more: to a worker for a call, from it for a PolicyRequest."""
+    """Cancel: sent to a worker for a call, by a worker for a PolicyRequest."""
 
     number: int
     request: int = 0
@@ -406,5 +406,5 @@ async def serve_async(episodes: AsyncEpisodes, link: WorkerLink, blocked_after_s
 
 if __name__ == "__main__":
     main()
-    # Nobody waits for what user code left running.
+    # Tasks that user code left running are not waited for.
     os._exit(0)

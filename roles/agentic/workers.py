@@ -215,7 +215,7 @@ class AsyncWorker(EnvironmentWorker):
         return result.data
 
     async def _watch(self, number: int, call: PendingCall, timeout_s: float) -> CallResult:
-        """Wait for the end of a call; cancel it when it is late or abandoned, and kill the process if it goes on."""
+        """Wait for the end of a call; cancel it if it is late or abandoned, and kill the process if it goes on."""
         abandoned = asyncio.ensure_future(call.abandoned.wait())
         try:
             waited: list[asyncio.Future[Any]] = [call.result, abandoned]

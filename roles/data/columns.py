@@ -190,7 +190,7 @@ class ColumnReader:
     def _answer(
         self, where: str, row: dict[str, Any], found: dict[str, Any], form: str, messages: list[Message] | None
     ) -> tuple[Any, str]:
-        """Return the answer as it stands (_LAST_TURN: it is the assistant's last message), and which of ANSWERS it is.
+        """Return the answer (_LAST_TURN: it is the assistant's last message), and which of ANSWERS it is.
 
         A null `answer` is the answer only of a row that has no other: tables fill in null where a row has none.
         """
@@ -479,7 +479,7 @@ def misspelling_note(row: Collection[str], known: Collection[str], *wanted: str)
 
 
 def unknown_notes(unknown: Mapping[str, list[Any]], key: str = "data.columns") -> list[str]:
-    """Return one line for each column that went to the metadata without being asked for."""
+    """Return one line for each unmapped column that went to the metadata."""
     notes = []
     for column, (count, where) in unknown.items():
         close = difflib.get_close_matches(column, TARGETS, n=1, cutoff=0.7)

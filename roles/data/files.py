@@ -282,7 +282,7 @@ def parse_line(where: str, line: bytes) -> Any:
         row = decode_json(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _line_error(where, line, error) from None
-    # A key that stands twice in an object is lost by decoding. Looking for it costs more than decoding: it is done only
+    # Decoding drops a key that occurs twice in an object. Searching for one costs more than decoding: it is done only
     # where the line has another number of colons behind quotation marks than the row has keys.
     if isinstance(row, dict) and line.count(b'":') != _number_of_keys(row):
         counts: Counter[str] = Counter()

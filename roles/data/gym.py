@@ -144,7 +144,7 @@ class GymTask:
 
     def score(self, answer: str, metadata: dict[str, Any]) -> float:
         """Return the task's own verdict on an answer, 0 to 1. The entry is made again from its index: metadata that has
-        crossed the wire may have lost types that the verifier wants."""
+        crossed the wire may have lost types that the verifier needs."""
         return float(self.dataset.score_answer(answer, entry=self.dataset[metadata["source_index"]]))
 
 

@@ -56,7 +56,7 @@ class PromptItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def info(self) -> dict[str, Any]:
-        """What goes into `SampleMeta.info` for the reward function."""
+        """The part of `SampleMeta.info` that the reward function may ask for."""
         return {"question": self.question, "metadata": self.metadata}
 
 

@@ -513,7 +513,7 @@ def fill_template(template: str, raw: RawItem, setting: str = "data.template") -
     """Return the template with {question}, and any {key} of the metadata, put in; {{ and }} are braces.
 
     Args:
-        setting: where the template stands, for errors.
+        setting: the key of the template, for errors.
     """
     fields: dict[str, Any] = {**raw.metadata, "question": raw.question}
 

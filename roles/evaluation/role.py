@@ -54,7 +54,6 @@ class EvaluatorRole(RLRole[EvaluatorSettings]):
         "relax_rt.roles.rollout.engines.embedded",
         "relax_rt.roles.models.tokenizer",
         "relax_rt.roles.rollout.engines.weight_follower",
-        "relax_rt.roles.data.kept",
         "reasoning_gym",
         "relax_rt.roles.evaluation.scoring",
         "relax_rt.roles.evaluation.judge",

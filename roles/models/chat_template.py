@@ -54,7 +54,7 @@ class TemplateFault(msgspec.Struct, frozen=True):
 
 
 class TemplateCapabilities(msgspec.Struct, frozen=True):
-    """What a chat template takes, and how.
+    """Which message forms a chat template renders, and how.
 
     Attributes:
         arguments_as_text: the template expects arguments of tool calls as JSON text, else as a mapping.

@@ -1,4 +1,4 @@
-"""What a role computes a model on, and copies between that and this process's memory."""
+"""The device of a role: its choice, its random generators, and copies from it to the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 PINNED_BYTES = 16 << 20
-"""Of each of the two buffers through which values leave a GPU."""
+"""Size of each of the two buffers through which values leave a GPU."""
 
 
 def choose_device(wanted: Literal["auto", "cuda", "cpu"], gpus: float) -> torch.device:
@@ -47,7 +47,7 @@ def choose_device(wanted: Literal["auto", "cuda", "cpu"], gpus: float) -> torch.
 
 
 def open_device(ctx: RoleContext, table: ShardedSettings) -> torch.device:
-    """`choose_device` for a role, with a word on it in its log.
+    """Choose a role's device and log it; see `choose_device`.
 
     Raises:
         Refused: see there.
@@ -78,7 +78,7 @@ def autocast_context(device: torch.device, wanted: bool) -> AbstractContextManag
 
 
 def empty_cache(device: torch.device) -> None:
-    """What torch holds of the GPU's memory without use goes back to it."""
+    """Release torch's cached, unused GPU memory."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -152,7 +152,7 @@ class _PinnedBuffers:
 
 
 OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
-"""In the messages of what torch raises on a CPU, and of what NCCL and cuBLAS make of it."""
+"""Parts of the messages of out-of-memory errors of torch on a CPU, NCCL and cuBLAS."""
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -166,7 +166,7 @@ def out_of_memory(error: BaseException) -> bool:
 def denormals_flushed() -> Iterator[None]:
     """Treat denormal numbers as zero in this thread: on CPUs they cost a hundred times a normal operation.
 
-    The setting belongs to the thread, so it is made where the work is done, and taken back for whoever runs there next.
+    The setting belongs to the thread: it is set where the work is done, and reset afterwards.
     """
     torch.set_flush_denormal(True)
     try:

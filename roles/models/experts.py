@@ -1,4 +1,4 @@
-"""The names that matrices of experts have: one by one in released models, a layer's in one tensor in transformers'."""
+"""Names of expert matrices: one by one in released models, one stacked tensor a layer in transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 _STACKED = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)")
 _RELEASED = ["mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"]
-"""What transformers puts into one `gate_up_proj` of the models whose experts are released under such names."""
+"""Released weights that transformers stacks into one `gate_up_proj`."""
 
 
 class ExpertStack(NamedTuple):
@@ -26,7 +26,7 @@ class ExpertStack(NamedTuple):
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int]) -> ExpertStack | None:
-        """Return what a tensor is of which transformers knows this name; None: nothing like it."""
+        """Return the stack that a tensor of this name in transformers is; None if it is not one."""
         match = _STACKED.fullmatch(name)
         if match is None or len(shape) != 3:
             return None

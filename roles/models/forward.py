@@ -1,5 +1,5 @@
-"""Models whose forward pass is more than trainer and embedded engine compute. Those two run the layers, then the output
-layer, with every earlier position visible; what a model does besides would be left out without a word."""
+"""Refuse models whose forward pass is more than trainer and embedded engine compute. Those two run the layers, then the
+output layer, with every earlier position visible; anything else that a model does would be silently left out."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ NEUTRAL_SETTINGS = {
     "logits_scaling": 1.0,
     "logit_scale": 1.0,
 }
-"""Settings of known models, and the values with which they change nothing."""
+"""Settings of known models, and the values with which they have no effect."""
 REQUIRED_SETTINGS = ("max_position_embeddings", "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
-"""What the engine asks a model's config for: models without positions, as of ALiBi, have no context of their own."""
+"""Settings that the engine needs of a config; models without positions, as with ALiBi, have no context length."""
 PROBE_TOKENS = 8
 OTHER_MODELS = (
     "use a model of full attention and plain logits (Qwen3, Llama, SmolLM2), or lower max_position_embeddings to its "
@@ -32,11 +32,11 @@ OTHER_MODELS = (
 LOGITS_TOLERANCE = 1e-3
 """Both ways are the same operations on the same numbers; a scale or a cap changes more."""
 FORWARD_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError, Refused)
-"""What a model of its own ways says to a word, or a form of attention, that it does not know."""
+"""What a model with another interface raises for an unknown argument or form of attention."""
 
 
 def check_forward(model: Any, folder: Path) -> None:
-    """Refuse a model that is not computed whole; it is in evaluation mode.
+    """Refuse a model with parts that are not computed; it is in evaluation mode.
 
     Raises:
         Refused: with what would be left out.
@@ -58,12 +58,12 @@ def check_forward(model: Any, folder: Path) -> None:
 
 
 def cache_keyword(layers: Any) -> str:
-    """Return what a model's layers call the cache that they are given: `past_key_values` until transformers 5.23."""
+    """Return the keyword by which a model's layers take the cache: `past_key_values` until transformers 5.23."""
     return "cache" if "cache" in inspect.signature(layers.forward).parameters else "past_key_values"
 
 
 def unsupported_reason(text: Any) -> str:
-    """Return what of a text model's settings is not computed; empty if nothing."""
+    """Return why a text model's settings are not supported; empty if they are."""
     for key, neutral in NEUTRAL_SETTINGS.items():
         if (value := getattr(text, key, neutral)) not in (neutral, None):
             return f"{key} = {value} is not computed"

@@ -1,4 +1,4 @@
-"""Returns freed heap pages to the system: for processes whose heap would grow for ever."""
+"""Return freed heap pages to the system, for processes whose heap would grow without bound."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 GROWTH_BYTES = 1 << 30
-"""Of a process between two times that it gives back: less often than once in some twenty steps, whose pages are fresh
-then."""
+"""Growth of a process between two trims: less than once in about twenty steps, which then get fresh pages."""
 
 
 def resident_bytes() -> int:
@@ -21,9 +20,9 @@ def resident_bytes() -> int:
 def trim_heap() -> None:
     """Give the pages of freed blocks back to the system, as far as the C library can.
 
-    A role keeps what it has freed, for fresh pages are dear (KEEP_PAGES). But small blocks that stay, as the kernels
+    A role keeps freed pages, because fresh ones are expensive (KEEP_PAGES). But small blocks that stay, as the kernels
     that are kept for each new shape, fall into the holes of large ones, which then fit no more: the heap grows by about
-    one large block a step, for ever. Done once a checkpoint, its free part costs no memory.
+    one large block a step, without bound. Trimming once a checkpoint returns the free part.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -31,10 +30,10 @@ def trim_heap() -> None:
 
 
 class HeapTrimmer:
-    """Gives back what steps have added to the heap, once it is much, however far apart checkpoints are.
+    """Trims the heap once steps have added much to it, however far apart checkpoints are.
 
     Args:
-        resident: what this process holds, bytes. give: gives back.
+        resident: resident bytes of this process. give: trims the heap.
     """
 
     def __init__(self, resident: Callable[[], int] = resident_bytes, give: Callable[[], object] = trim_heap) -> None:
@@ -42,11 +41,11 @@ class HeapTrimmer:
         self._base: int | None = None
 
     def after_step(self) -> None:
-        """Call it where a step has ended: all of them hold about as much there."""
+        """Call it at the end of a step, when the process holds about the same memory every time."""
         held = self._resident()
         if self._base is None:
             self._base = held
         elif held > self._base + GROWTH_BYTES:
             self._give()
-            # What the next step holds is the measure from then on, whatever it needs.
+            # The next step sets the new baseline.
             self._base = None

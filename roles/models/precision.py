@@ -166,7 +166,7 @@ def _read_cached() -> DtypeTiming | None:
 
 
 def _cache_path() -> Path:
-    """By all that the answer rests on: the CPU, torch, and what is hidden from its libraries."""
+    """Return the cache file, named by all that the result depends on: the CPU, torch, and disabled instructions."""
     try:
         torch = version("torch")
     except PackageNotFoundError:

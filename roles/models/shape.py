@@ -105,11 +105,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         yield from self.output_weights()
 
     def input_weights(self) -> Iterator[WeightGroup]:
-        """Yield what stands before the first layer."""
+        """Yield the weights before the first layer."""
         yield WeightGroup("embed_tokens", self.vocabulary * self.hidden, "vocabulary")
 
     def output_weights(self, *, separate: bool = False) -> Iterator[WeightGroup]:
-        """Yield what stands after the last layer.
+        """Yield the weights after the last layer.
 
         Args:
             separate: the last layer lies elsewhere than the input embedding, so that a tied one is there as a copy.
@@ -183,7 +183,7 @@ def shape_of(values: Mapping[str, Any], name: str = "config.json") -> ModelShape
     read = _ConfigReader(values, name)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
     kv_heads = read.size("num_key_value_heads", heads)
-    # transformers: Qwen3 has heads of 128 unless told otherwise, the others divide the hidden width.
+    # transformers: Qwen3 has heads of 128 by default, the others divide the hidden width.
     head_dim = read.size("head_dim", 128 if family == "qwen3" else hidden // heads)
     if heads % kv_heads:
         raise RelaxError(f"{name}: {heads} attention heads do not divide over {kv_heads} key-value heads")

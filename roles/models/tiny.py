@@ -159,7 +159,7 @@ def _warm_start(tokenizer: Any) -> tuple[Any, int, float]:
         model = tiny_model(len(SPECIALS) + len(CHARACTERS), seed=0)
         tokens, labels = _encode(tokenizer, seen)
         check = _encode(tokenizer, unseen[:256])
-        # Sums with a one-digit number teach the carry; without them the loss stands still for twice as long.
+        # Sums with a one-digit number teach the carry; without them the loss plateaus for twice as long.
         easy = [row for row, pair in enumerate(seen) if min(pair) < 10]
         draw = random.Random(0)
         update = _optimizers(model)

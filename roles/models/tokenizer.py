@@ -38,7 +38,7 @@ class ChatTokenizer:
 
     @cached_property
     def capabilities(self) -> TemplateCapabilities:
-        """What the model's own chat template takes."""
+        """Capabilities of the model's own chat template."""
         return probe_template(lambda messages, tools: self._rendered(messages, tools), str(self.raw.chat_template))
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
@@ -88,7 +88,7 @@ class ChatTokenizer:
         return self.encode(self.text(messages, tools))
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids of a text as it stands: no special tokens are added."""
+        """Return token ids of a text; no special tokens are added."""
         return list(self.raw(text, add_special_tokens=False)["input_ids"])
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
@@ -156,13 +156,13 @@ class ChatTokenizer:
 
 
 PARTS = ("text_config", "thinker_config", "llm_config", "language_config")
-"""Where the config of a model that sees or hears has that of its language model."""
+"""Keys of the language model's config in that of a multimodal model."""
 
 
 def named_ends(folder: Path) -> list[int]:
     """Return end-of-sequence tokens that a model's files name: those of config.json and generation_config.json
     together, since SGLang ends at either; of the language model's part of config.json where neither has any, because
-    the parts of a composed model often keep a default that nobody set.
+    the parts of a composed model often keep an unset default.
 
     Raises:
         RelaxError: a file is no JSON object, or names an end that is no token id.

@@ -132,7 +132,7 @@ def preflight_judge(config: RunConfig, config_dir: Path, items: Sequence[PromptI
     try:
         wants = requested_info(config.table(RewardTable), config_dir)
     except RelaxError:
-        wants = None  # said elsewhere
+        wants = None  # reported by the dry run
     if wants is not None and VERDICT not in wants:
         message = f"the reward takes no `{VERDICT}`, so that the judge would be asked for nothing"
         yield Problem(("reward", "function"), message, f'add the parameter, or use function = "{ALIAS}"')

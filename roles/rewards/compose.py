@@ -283,7 +283,7 @@ class Rewards:
 
     @property
     def concurrency(self) -> int:
-        """How many completions are scored at once, once started."""
+        """Number of completions that are scored concurrently, once started."""
         is_async = bool(self._inline) or (self._workers is not None and any(self._workers.is_async))
         return CONCURRENT_CALLS if is_async else self._table.workers or 1
 

@@ -37,7 +37,7 @@ def offered_info(question: str, metadata: dict[str, Any], verify: Verifier | Non
 
 
 class RewardItem(Protocol):
-    """What a completion is about: a prompt, or an episode's task."""
+    """The item that a completion answers: a prompt, or an episode's task."""
 
     @property
     def item(self) -> str: ...

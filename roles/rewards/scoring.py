@@ -170,7 +170,7 @@ class RewardCaller:
     async def together(
         self, requests: Sequence[RewardRequest], done: Callable[[int, Score | RewardFailed], None]
     ) -> None:
-        """Await the calls of an async function side by side, each within its deadline; `done` is told of each."""
+        """Await the calls of an async function concurrently, each within its deadline; `done` gets each result."""
 
         async def one(index: int) -> None:
             deadline = asyncio.timeout(self.timeout_s)
@@ -339,12 +339,12 @@ def run_together(
     """Call an async function for all requests, on an event loop of their own."""
     results: list[Score | RewardFailed | None] = [None] * len(requests)
 
-    def told(index: int, result: Score | RewardFailed) -> None:
+    def keep(index: int, result: Score | RewardFailed) -> None:
         results[index] = result
         done(index, result)
 
     def call() -> Score | RewardFailed:
-        asyncio.run(caller.together(requests, told))
+        asyncio.run(caller.together(requests, keep))
         return Score(0.0, {})
 
     outcome = caller.guard(call)

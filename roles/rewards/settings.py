@@ -12,10 +12,10 @@ NUMBER = r"(-?\d+(?:\.\d+)?)"
 
 
 class JudgeTable(Table):
-    """What the generative judge of [roles.genrm] is asked, and how its words are read."""
+    """The prompt of the generative judge ([roles.genrm]), and how its answers are parsed."""
 
     prompt: str
-    """The user message: {question}, {completion} and {answer} are filled in, and keys of the item's metadata."""
+    """User message; {question}, {completion}, {answer} and keys of the item's metadata are filled in."""
     system: str | None = None
     """System message put before it."""
     pattern: str = NUMBER
@@ -55,7 +55,7 @@ class ComponentTable(Table):
     weight: float = 1.0
     """The reward is the sum of all components, each times its weight."""
     label: str | None = None
-    """What it is called in records and metrics; unset: its name, or its function's."""
+    """Name in records and metrics; unset: its name, or its function's."""
     group: bool = False
     """The function scores all completions of a prompt in one call; see reward.group."""
     on_failure: OnFailure | None = None
@@ -84,7 +84,7 @@ class RewardTable(Table):
     """A call that takes longer marks its sample failed; its process is killed, with all that it started, and
     replaced."""
     on_failure: OnFailure = "fail"
-    """What a call that raises, or does not return, does: fail its sample, which is made again, or count 0."""
+    """Effect of a call that raises or does not return: fail its sample, which is regenerated, or count it as 0."""
     workers: Annotated[int, Field(ge=0, le=64)] = 1
     """Processes in which each reward role calls your functions. 0: its own, where a debugger reaches them, and where a
     call that hangs ends the role."""

@@ -78,7 +78,6 @@ class RolloutRole(RLRole[RolloutSettings]):
         "relax_rt.roles.rollout.engines.embedded",
         "relax_rt.roles.models.tokenizer",
         "relax_rt.roles.rollout.engines.weight_follower",
-        "relax_rt.roles.data.kept",
         "relax_rt.roles.rollout.samples",
         "relax_rt.roles.rollout.generation",
         "reasoning_gym",
@@ -438,7 +437,7 @@ class RolloutRole(RLRole[RolloutSettings]):
             self.cap.observe(now, load.kv_used, self.work.sequences)
             self._capacity.set()
         if self.serves_only and self.follower.record.version:
-            self.ctx.progress.waiting("" if load.running or load.waiting else "replies that environments admission for")
+            self.ctx.progress.waiting("" if load.running or load.waiting else "requests from environments")
         # Tokens, not completions: a long sequence makes progress before it ends.
         self.ctx.progress.advance(load.tokens_generated - tokens, f"version {load.version}, {load.running} sequences")
         self.ctx.metrics(

@@ -37,7 +37,7 @@ from relax_rt.transport.rpc.errors import Corrupt, Gone, Refused, RelaxError
 ENDLESS: frozenset[int] = frozenset()
 
 
-async def test_logprobs_are_those_of_a_plain_forward_pass_whatever_runs_beside(driver: Driver) -> None:
+async def test_logprobs_are_those_of_a_plain_forward_pass(driver: Driver) -> None:
     asked = [
         driver.request([7, 8, 9], 4),
         driver.request([11] * 20, 3, new=30),
@@ -89,7 +89,7 @@ async def test_tokens_depend_on_the_seed_and_not_on_the_neighbours(driver: Drive
     assert [c.tokens for c in alone] == [c.tokens for c in again[::-1]]
 
 
-async def test_chunks_follow_each_other_and_make_up_the_completion(driver: Driver) -> None:
+async def test_chunks_are_consecutive_and_add_up_to_the_completion(driver: Driver) -> None:
     asked = driver.request([30, 31], 3, new=50, chunk_tokens=8, stop_ids=ENDLESS)
     done = await driver.complete(asked)
     for member, completion in enumerate(done):
@@ -118,7 +118,7 @@ def as_partial(completion: Completion, count: int) -> Partial:
     return Partial(tuple(completion.tokens[:count]), tuple(completion.logprobs[:count]), spans)
 
 
-async def test_a_partial_goes_on_behind_its_tokens(driver: Driver) -> None:
+async def test_a_partial_is_resumed_behind_its_tokens(driver: Driver) -> None:
     whole = driver.request([7, 8, 9], 4, new=60, stop_ids=ENDLESS)
     done = await driver.complete(whole)
     cuts = (1, 17, 59, 0)
@@ -152,7 +152,7 @@ async def test_a_partial_that_is_complete_ends_at_once(driver: Driver) -> None:
     assert (full.tokens, full.finish_reason) == ([9, 9, 9], "length")
 
 
-async def test_an_aborted_request_ends_with_what_it_has(driver: Driver) -> None:
+async def test_an_aborted_request_keeps_its_tokens(driver: Driver) -> None:
     asked = driver.request([1, 2], 2, new=400, stop_ids=ENDLESS)
     other = driver.request([1, 2, 3], 1, new=100, stop_ids=ENDLESS)
     driver.submit(asked, other)
@@ -201,7 +201,7 @@ async def test_nothing_is_generated_while_paused(driver: Driver) -> None:
     await driver.finished(late)
 
 
-async def test_what_is_aborted_while_paused_ends_then(driver: Driver) -> None:
+async def test_a_request_aborted_while_paused_ends_at_once(driver: Driver) -> None:
     members = driver.traits.members
     asked = driver.request([1, 2], members, new=200, stop_ids=ENDLESS)
     waits = driver.request([3, 4], 2, new=200, stop_ids=ENDLESS)
@@ -291,7 +291,7 @@ async def test_a_prompt_computed_under_older_weights_is_not_shared_with_new_grou
     await driver.finished(long)
 
 
-async def test_prompts_that_begin_alike_share_without_harm(driver: Driver) -> None:
+async def test_prompts_with_a_common_prefix_share_it_correctly(driver: Driver) -> None:
     prompt = [*range(30, 90)]
     first = driver.request(prompt, 2, new=20)
     await driver.complete(first)
@@ -339,7 +339,7 @@ def _wait(event: threading.Event) -> None:
         (lacking, Refused),
     ],
 )
-async def test_weights_that_cannot_be_used_leave_the_engine_as_it_was(
+async def test_unusable_weights_leave_the_engine_unchanged(
     driver: Driver, make: Callable[[Path, int], MemorySource], error: type[RelaxError]
 ) -> None:
     before = driver.version
@@ -359,7 +359,7 @@ async def test_weights_that_cannot_be_used_leave_the_engine_as_it_was(
     driver.check(asked, (await driver.complete(asked))[0])
 
 
-async def test_only_what_was_prepared_can_be_committed(driver: Driver) -> None:
+async def test_only_the_prepared_version_can_be_committed(driver: Driver) -> None:
     one, other = driver.source(), driver.source()
     await driver.engine.prepare(one)
     await raises(Refused, driver.engine.commit(other.record, "keep"))
@@ -370,7 +370,7 @@ async def test_only_what_was_prepared_can_be_committed(driver: Driver) -> None:
     assert driver.version == other.record.version
 
 
-async def test_a_swap_while_paused_holds_from_the_next_token_on(driver: Driver) -> None:
+async def test_a_swap_while_paused_applies_from_the_next_token_on(driver: Driver) -> None:
     asked = driver.request([1, 2], 2, new=120, stop_ids=ENDLESS)
     driver.submit(asked)
     await driver.tokens(20)
@@ -384,7 +384,7 @@ async def test_a_swap_while_paused_holds_from_the_next_token_on(driver: Driver) 
         driver.check(asked, completion)
 
 
-async def test_load_tells_what_is_still_to_come(driver: Driver) -> None:
+async def test_load_reports_outstanding_tokens(driver: Driver) -> None:
     idle = driver.engine.load()
     assert (idle.running, idle.waiting, idle.outstanding_tokens, idle.paused) == (0, 0, 0, "")
     had = Partial((9,) * 10, (-1.0,) * 10, (VersionSpan(0, 10, 0, 0),))
@@ -425,7 +425,7 @@ async def test_routing_rows_are_refused_by_an_engine_that_was_not_started_for_th
         driver.engine.submit([driver.request([7], 1, routing=True)])
 
 
-async def test_what_cannot_be_done_is_refused_and_nothing_of_it_is_taken(driver: Driver) -> None:
+async def test_an_invalid_request_is_refused_as_a_whole(driver: Driver) -> None:
     good = driver.request([1], 1)
 
     def refused(bad: GroupRequest, match: str) -> None:

@@ -41,7 +41,7 @@ def check(driver: Driver, request: GroupRequest, completion: Completion, kept: i
             assert not wrong.any(), f"{wrong.sum()} of {len(wrong)} rows of version {span.version} are others"
 
 
-async def test_rows_are_those_of_a_plain_forward_pass_whatever_runs_beside(driver: Driver) -> None:
+async def test_rows_are_those_of_a_plain_forward_pass(driver: Driver) -> None:
     asked = [
         driver.request([7, 8, 9], 4, routing=True),
         driver.request(range(10, 60), 3, new=40, routing=True),
@@ -79,7 +79,7 @@ async def test_rows_of_a_prompt_start_at_the_requested_position(driver: Driver) 
             driver.engine.submit([driver.request(prompt, 1, routing=True, rows_from=start)])
 
 
-async def test_a_chunk_has_a_row_for_each_of_its_tokens_and_the_first_those_of_the_prompt(driver: Driver) -> None:
+async def test_a_chunk_has_a_row_for_each_token_and_the_first_those_of_the_prompt(driver: Driver) -> None:
     asked = driver.request([30, 31, 32, 33], 3, new=50, chunk_tokens=8, stop_ids=ENDLESS, routing=True)
     done = await driver.complete(asked)
     assert driver.engine.routing is not None
@@ -92,7 +92,7 @@ async def test_a_chunk_has_a_row_for_each_of_its_tokens_and_the_first_those_of_t
         check(driver, asked, completion)
 
 
-async def test_tokens_keep_their_rows_when_keys_and_values_are_computed_again(driver: Driver) -> None:
+async def test_tokens_keep_their_rows_at_a_recomputation(driver: Driver) -> None:
     asked = [
         driver.request([7, 8, 9], 3, new=150, stop_ids=ENDLESS, chunk_tokens=16, routing=True),
         driver.request(range(20, 50), 2, new=150, stop_ids=ENDLESS, routing=True),
@@ -151,7 +151,7 @@ def as_partial(completion: Completion, count: int, routing: bytes) -> Partial:
     return Partial(tuple(completion.tokens[:count]), tuple(completion.logprobs[:count]), spans, routing)
 
 
-async def test_what_is_paused_and_aborted_has_the_rows_of_what_it_has(driver: Driver) -> None:
+async def test_a_paused_and_aborted_request_keeps_its_rows(driver: Driver) -> None:
     asked = driver.request([1, 2], 2, new=400, stop_ids=ENDLESS, chunk_tokens=100, routing=True)
     driver.submit(asked)
     await driver.tokens(12)
@@ -176,7 +176,7 @@ async def test_a_partial_without_its_rows_is_refused(driver: Driver) -> None:
     await driver.complete(msgspec.structs.replace(asked, routing=False))
 
 
-async def test_weights_with_the_experts_one_by_one_or_in_one_tensor_are_the_same(driver: Driver) -> None:
+async def test_stacked_and_single_experts_are_the_same_weights(driver: Driver) -> None:
     source = driver.source()
     names = [entry.name for entry in source.manifest.layout.entries]
     assert "model.layers.0.mlp.experts.gate_up_proj" in names, "as the trainer publishes them"

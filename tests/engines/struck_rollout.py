@@ -8,7 +8,7 @@ import signal
 from typing import Any
 
 from relax_rt.process import procfs
-from relax_rt.roles.rollout.engines.sglang.client import Client
+from relax_rt.roles.rollout.engines.sglang.client import SglangClient
 from relax_rt.roles.rollout.role import RolloutRole
 
 AT_VERSION = 5
@@ -21,9 +21,9 @@ class StruckRollout(RolloutRole):
 
     def _load(self) -> None:
         super()._load()
-        call = Client.call
+        call = SglangClient.call
 
-        async def striking(client: Client, path: str, body: Any = None, *, timeout_s: float) -> dict[str, Any]:
+        async def striking(client: SglangClient, path: str, body: Any = None, *, timeout_s: float) -> dict[str, Any]:
             answer = asyncio.ensure_future(call(client, path, body, timeout_s=timeout_s))
             if path == "/update_weights_from_disk":
                 for _ in range(10):
@@ -31,7 +31,7 @@ class StruckRollout(RolloutRole):
                 self._strike(int(body["weight_version"]))
             return await answer
 
-        Client.call = striking  # type: ignore[method-assign]
+        SglangClient.call = striking  # type: ignore[method-assign]
 
     def _strike(self, version: int) -> None:
         """The guard over the server lives, and sees to what is left."""

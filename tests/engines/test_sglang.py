@@ -73,7 +73,7 @@ def adapted_model(driver: Driver, version: int) -> Any:
     return model
 
 
-async def test_a_version_published_as_adapters_is_taken_and_verified(driver: Driver, tmp_path: Path) -> None:
+async def test_a_version_published_as_adapters_is_loaded_and_verified(driver: Driver, tmp_path: Path) -> None:
     """As on another node: the first version comes with what adapters are added to, the next as adapters alone."""
     home, first = tmp_path / "home", driver.version + 100
     server = stage_server(home, None)

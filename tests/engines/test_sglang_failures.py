@@ -1,4 +1,4 @@
-"""A real SGLang server that dies, hangs, or does not hold what it said it loaded; weights in requests, and shown."""
+"""A real SGLang server that dies, hangs, or holds other weights than it reported; weights in requests, by handles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_parts import PYTHON, make_engine, needs_server
 
 from relax_rt.process import guard, procfs
 from relax_rt.roles.rollout.engines.base import EngineEnded
-from relax_rt.roles.rollout.engines.sglang.client import Client
+from relax_rt.roles.rollout.engines.sglang.client import SglangClient
 from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
 from relax_rt.roles.rollout.engines.sglang.options import option_names
 from relax_rt.roles.rollout.engines.sglang.server import ServerDied
@@ -145,17 +145,17 @@ async def test_weights_sent_as_tensors_and_a_server_that_hangs(
         assert "2 sequences running" in str(error) and "server.log" in str(error)
 
 
-async def test_weights_shown_by_their_handles_and_taken_from_the_file_where_these_are_refused(
+async def test_weights_by_handles_and_by_the_file_if_these_are_refused(
     conformance_model: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, told, asked_for = tmp_path_factory.mktemp("h"), list[tuple[int, str]](), list[tuple[str, int]]()
-    call = Client.call
+    call = SglangClient.call
 
-    async def noted(self: Client, path: str, body: Any = None, *, timeout_s: float) -> dict[str, Any]:
+    async def noted(self: SglangClient, path: str, body: Any = None, *, timeout_s: float) -> dict[str, Any]:
         asked_for.append((path, len(str(body))))
         return await call(self, path, body, timeout_s=timeout_s)
 
-    monkeypatch.setattr(Client, "call", noted)
+    monkeypatch.setattr(SglangClient, "call", noted)
 
     def updates() -> list[str]:
         paths = [path for path, _ in asked_for if path.startswith("/update_weights_from")]
@@ -209,7 +209,7 @@ async def test_weights_shown_by_their_handles_and_taken_from_the_file_where_thes
         assert len(told) == 1 and (folder / "attempt").exists()
 
 
-async def test_a_server_that_says_it_loaded_and_did_not_is_out(
+async def test_a_server_that_falsely_reports_a_load_ends_the_engine(
     odd_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     async with running(odd_model, tmp_path_factory.mktemp("b")) as driver:
@@ -235,7 +235,7 @@ async def test_a_server_that_says_it_loaded_and_did_not_is_out(
         assert source.record.version not in told, "nothing was sampled from what is not whole"
 
 
-async def test_a_server_that_dies_in_mid_generation_is_told_with_its_last_lines(
+async def test_a_server_that_dies_in_mid_generation_is_reported_with_its_last_lines(
     conformance_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     async with running(conformance_model, tmp_path_factory.mktemp("c")) as driver:
@@ -285,7 +285,7 @@ async def test_nothing_outlives_a_role_that_is_killed(
     await nothing_shared_since(before)
 
 
-async def test_a_server_without_its_model_is_told(
+async def test_a_server_without_its_model_is_reported(
     tmp_path: Path, conformance_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Its own words on what is wrong with the model folder are in the error."""
@@ -298,7 +298,7 @@ async def test_a_server_without_its_model_is_told(
     await engine.close(5.0)
 
 
-async def test_an_interpreter_tells_the_options_of_its_sglang() -> None:
+async def test_an_interpreter_lists_the_options_of_its_sglang() -> None:
     names = await asyncio.to_thread(option_names, str(PYTHON), "cpu")
     assert names is not None and {"attention-backend", "mem-fraction-static", "tp-size"} <= names
 

@@ -28,7 +28,7 @@ async def driver(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> A
         await engine.close(10.0)
 
 
-async def test_experts_are_shown_to_the_server_under_its_own_names(driver: Driver) -> None:
+async def test_experts_are_shared_under_the_servers_names(driver: Driver) -> None:
     assert isinstance(driver.engine, SglangEngine)
     loader, source = driver.engine._loader, driver.source()
     loader._use_handles = True

@@ -42,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
         run.end()
 
 
-def test_its_server_alone_was_struck_and_the_role_says_so(run: TinyRun) -> None:
+def test_only_the_server_was_killed_and_the_role_reports_it(run: TinyRun) -> None:
     assert int((run.run_dir / STRUCK).read_text()) >= AT_VERSION
     (failed,) = [e for e in run.events("slot_exited") if e["diagnosis"]["kind"] != "clean"]
     assert failed["slot"] == ROLE
@@ -50,7 +50,7 @@ def test_its_server_alone_was_struck_and_the_role_says_so(run: TinyRun) -> None:
     run.gone(run.run_id())
 
 
-def test_the_account_is_even(run: TinyRun) -> None:
+def test_all_samples_are_accounted_for(run: TinyRun) -> None:
     path = steps_that_count(run.records("step"))
     assert sorted(path) == list(range(1, STEPS + 1))
     keys = [key for record in path.values() for key in record["keys"]]
@@ -59,7 +59,7 @@ def test_the_account_is_even(run: TinyRun) -> None:
     assert (account["trained_twice"], account["freed"]) == (0, STEPS * BATCH)
 
 
-def test_each_sample_is_of_versions_that_were_committed_and_that_its_engine_had(run: TinyRun) -> None:
+def test_each_sample_is_of_committed_versions_of_its_engine(run: TinyRun) -> None:
     struck = int((run.run_dir / STRUCK).read_text())
     committed = [event["version"] for event in run.events("version_committed")]
     assert committed == sorted(set(committed)) and committed[-1] >= STEPS

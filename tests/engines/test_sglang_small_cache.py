@@ -24,7 +24,7 @@ SEQUENCES, NEW = 12, 180
 MARKS = CapLimits(most=SEQUENCES + 1)
 
 
-async def test_a_full_cache_takes_nothing_in_until_it_has_emptied(
+async def test_a_full_cache_accepts_nothing_until_it_has_emptied(
     conformance_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("k")

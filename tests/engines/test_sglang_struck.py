@@ -17,7 +17,7 @@ from sglang_parts import needs_server
 from test_sglang_failures import is_out, running, scheduler_of, wait_for
 
 from relax_rt.process import procfs
-from relax_rt.roles.rollout.engines.sglang.client import Client
+from relax_rt.roles.rollout.engines.sglang.client import SglangClient
 from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
 from relax_rt.roles.rollout.engines.sglang.server import ServerDied
 from relax_rt.transport.rpc.errors import DeadlineExceeded, RelaxError
@@ -60,10 +60,10 @@ class Strike:
 
 
 def striking(path: str, strike: Callable[[], None]) -> Callable[..., Any]:
-    """Client.call with a strike as soon as this call is under way."""
-    call = Client.call
+    """SglangClient.call with a strike as soon as this call is under way."""
+    call = SglangClient.call
 
-    async def struck(self: Client, asked: str, body: Any = None, *, timeout_s: float) -> dict[str, Any]:
+    async def struck(self: SglangClient, asked: str, body: Any = None, *, timeout_s: float) -> dict[str, Any]:
         if asked != path:
             return await call(self, asked, body, timeout_s=timeout_s)
         answer = asyncio.create_task(call(self, asked, body, timeout_s=timeout_s))
@@ -81,7 +81,7 @@ def striking(path: str, strike: Callable[[], None]) -> Callable[..., Any]:
     ids=["killed", "stopped"],
 )
 @pytest.mark.parametrize("step", STEPS)
-async def test_a_server_that_is_struck_in_a_publication_is_out_in_time_and_says_why(
+async def test_a_server_killed_or_stopped_in_a_publication_ends_the_engine_in_time(
     step: str,
     signum: signal.Signals,
     reason: type[RelaxError],
@@ -98,7 +98,7 @@ async def test_a_server_that_is_struck_in_a_publication_is_out_in_time_and_says_
         await driver.tokens(40)
         if path := STEPS[step]:
             source = driver.source()
-            monkeypatch.setattr(Client, "call", striking(path, strike))
+            monkeypatch.setattr(SglangClient, "call", striking(path, strike))
         else:
             source = driver.source(lambda model, version: MemorySource(model, version, strike))
         with pytest.raises(RelaxError):

@@ -7,6 +7,8 @@ import sys
 import tarfile
 import zipfile
 from collections import Counter
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,17 @@ def test_wheel_and_sdist_hold_the_linked_folders_once_and_under_their_import_nam
         archive.extractall(tmp_path / "unpacked", filter="data")
     (source,) = (tmp_path / "unpacked").iterdir()
     assert contents(build("wheel", source, tmp_path / "again")) == files
+
+
+def test_modules_that_roles_preload_exist() -> None:
+    """A zygote goes on without a module that it cannot import, so nothing else would notice a renamed one."""
+    missing = [
+        (entry.name, module)
+        for entry in entry_points(group="relax_rt.roles")
+        for module in getattr(entry.load(), "preload", ())
+        if module.startswith("relax_rt.") and find_spec(module) is None
+    ]
+    assert not missing
 
 
 def test_no_two_test_files_have_one_name() -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_MEDIA_BYTES = 16 << 20
 """Default limit on the encoded images of a session: a message between roles holds them all."""
 _THREAD = ThreadPoolExecutor(1, "relax-images")
-"""One thread: a caller with many large images delays others with images, and nobody else."""
+"""One thread: a caller with many large images delays only others with images."""
 
 
 class EncodedImage(NamedTuple):

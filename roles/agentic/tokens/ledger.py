@@ -94,7 +94,7 @@ class TokenLedger:
         self._counts = SessionCounts()
         self._calls = self._replies = self._tool_calls = 0
         self._reply_ids: dict[int, list[tuple[tuple[int, int], str]]] = {}
-        """By number of the call: the order of each reply, and its id."""
+        """Number of the call -> order and id of each reply."""
 
     def prompt(
         self,

@@ -59,7 +59,7 @@ def text_after_reasoning(content: str) -> str:
 def message_key(message: Message) -> Key:
     """Return a key that is equal for equal messages.
 
-    Of an assistant's message: the words after its thoughts, without space around them, and names and arguments of tool
+    Of an assistant's message: the text after its reasoning, stripped, and names and arguments of tool
     calls, whatever their ids, spacing and order of keys; reasoning is not compared. Of others: content and name.
     """
     role, content = message["role"], content_text(message.get("content"))
@@ -71,7 +71,7 @@ def message_key(message: Message) -> Key:
             for call in tool_calls_of(message)
         ]
         return role, digest([content, calls])
-    # Frameworks name the tool again beside its result, or do not, and give ids of their own.
+    # Frameworks may repeat the tool's name with its result, and give ids of their own.
     return role, digest([content, None if role == "tool" else message.get("name")])
 
 

@@ -36,11 +36,11 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ParsedCompletion(msgspec.Struct, frozen=True):
-    """What a completion says.
+    """A parsed completion.
 
     Attributes:
         content: text, malformed calls included. reasoning: without its marks.
-        malformed: number of tool calls that cannot be parsed, or that stand in unterminated reasoning.
+        malformed: number of tool calls that cannot be parsed, or that are inside unterminated reasoning.
     """
 
     content: str
@@ -94,7 +94,7 @@ _literals = threading.Lock()
 
 
 def _decode_json_at(text: str, at: int) -> tuple[Any, int] | None:
-    """Return the JSON value that begins at a place, space before it skipped, and where it ends."""
+    """Return the JSON value at a position (leading space skipped) and its end; None if there is none."""
     begin = _skip(SPACE, text, at)
     try:
         return STRICT_JSON.raw_decode(text, begin)
@@ -554,7 +554,7 @@ def _harmony_messages(text: str) -> list[tuple[str, str | None, str, str]]:
 
     at = 0
     while (channel := text.find(CHANNEL, at)) >= 0 and (body := text.find(HARMONY_BODY, channel)) >= 0:
-        # The recipient stands before the channel or behind it.
+        # The recipient is before or after the channel.
         start = text.rfind(HARMONY_START, at, channel)
         begin = start if start >= 0 else at
         if channel - begin > MAX_HEAD or not HARMONY_BEFORE.fullmatch(text, begin, channel):
@@ -590,7 +590,7 @@ TOOL_PARSERS: dict[str, Callable[[str, Sequence[Tool]], FoundCalls]] = {
 }
 REASONING_PARSERS = ("think", "gpt_oss", "none")
 AUTO, MODEL = "auto", "model"
-"""By the template's text; by the tokenizer's own `response_template`."""
+"""Choose by the template's text; use the tokenizer's own `response_template`."""
 
 SIGNS = (
     ("<arg_key>", "glm45"),
@@ -605,16 +605,16 @@ SIGNS = (
     (PYTHON_TAG, "llama3_json"),
     ('"parameters":', "llama3_json"),
 )
-"""What a template's text has -> its family; the first one that is there counts."""
+"""Text in a template -> its family; the first match counts."""
 
 
 def tool_family(template: str) -> str:
-    """Return the tool parser that a template's text speaks for; none where it names no calls."""
+    """Return the tool parser that a template's text suggests; none if it has no calls."""
     return next((family for sign, family in SIGNS if sign in template), "none")
 
 
 def reasoning_family(template: str) -> str:
-    """Return how thoughts are marked, as far as a template's text knows them."""
+    """Return the reasoning parser that a template's text suggests."""
     if CHANNEL in template:
         return "gpt_oss"
     return "think" if THINK_END in template or THINK_START in template else "none"
@@ -649,10 +649,10 @@ def check_parsers(tool_parser: str, reasoning_parser: str) -> None:
 
 
 def split_reasoning(text: str, *, opened: bool) -> tuple[str, str]:
-    """Thoughts at the beginning of a text, and the rest of it.
+    """Split the reasoning at the beginning of a text from the rest.
 
     Args:
-        opened: the prompt has opened the thought.
+        opened: the prompt has opened the reasoning.
     """
     begun = text.lstrip()
     if not opened and not begun.startswith(THINK_START):

@@ -172,7 +172,7 @@ class ChatTemplate:
         """Return what episodes need and the template cannot render; those that raise would end an episode.
 
         Args:
-            tools: tools are offered. turns: the environment may speak again after a reply.
+            tools: tools are offered. turns: the environment may send messages after a reply.
         """
         needed = {
             CALLS: ("a turn of the assistant with a tool call", tools),
@@ -192,7 +192,7 @@ class ChatTemplate:
 
     @cached_property
     def turn_end(self) -> str:
-        """What closes a turn of the assistant, also within a conversation; empty if that cannot be determined."""
+        """The text that closes a turn of the assistant; empty if it cannot be determined."""
         said = [*PROBE, {"role": ASSISTANT, "content": MARK}]
         try:
             last = self.text(said, generation=False)

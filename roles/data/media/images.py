@@ -43,7 +43,7 @@ OTHER_FORMATS = {
 }
 """First bytes of formats that are refused by name."""
 PNG_DEPTH_AT = 24
-"""Where a PNG's header has its bits per channel."""
+"""Offset of the bits per channel in a PNG's header."""
 DIGEST_BYTES = 16
 IMAGES = frozenset({"image_url", "input_image", "image"})
 """Types of message parts that are images, in OpenAI's and Anthropic's APIs."""

@@ -65,7 +65,7 @@ AFTER_ARTICLE = (
     r"(?=\s*(?:$|[.,;:!?)\]\n&+/=-]|\b(?:is|are|was|because|since|as|and|or|but|not|which|that|seems?|fits|matches|would|"
     r"must|should|for|so|then|rather|instead|over|due|in|on|with|by|given|from|if|when|while|unlike|contradicts|says?)\b))"
 )
-"""What stands behind an A or I that is a choice, and no article or pronoun."""
+"""What follows an A or I that is a choice, not an article or pronoun."""
 
 ANNOUNCED = re.compile(
     r"####|<answer>"

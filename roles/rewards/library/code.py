@@ -24,24 +24,24 @@ LONGEST = 1 << 20
 
 
 class SandboxOptions(Table):
-    """What a program may take, with all that it starts."""
+    """Limits of a program with everything it starts."""
 
     tests: str = "tests"
     """Key of the item's metadata that holds its tests."""
     partial: bool = False
     """The share of the tests that pass; otherwise 1 if all do, else 0."""
     most_tests: Annotated[int, Field(ge=1, le=1000)] = 32
-    """Of one item; the first ones are run."""
+    """Maximum tests of one item; the first ones are run."""
     timeout_s: Seconds = 10.0
-    """Of one run, from its start to its end; also of its time on a core."""
+    """Wall-clock and processor time of one run."""
     memory_mib: Annotated[int, Field(ge=64)] = 1024
-    """Address space of each process, and memory of all together."""
+    """Address space of each process, and memory of all processes together."""
     disk_mib: Annotated[int, Field(ge=1)] = 64
-    """Of its folder, which is gone afterwards."""
+    """Size of its folder, which is removed afterwards."""
     processes: Annotated[int, Field(ge=1, le=1024)] = 32
     """Processes and threads at the same time."""
     output_kib: Annotated[int, Field(ge=1, le=16384)] = 256
-    """What it may print."""
+    """Maximum output."""
     command: list[str] = Field(default_factory=list)
     """What runs the program, its file at the end: ["bash"]. Empty: this interpreter, with its packages. Tests of
     functions need a Python."""

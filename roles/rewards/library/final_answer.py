@@ -13,7 +13,7 @@ SHORT = 200
 BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
 """Start of a box, an escaped character (`\\{` is not a brace), or a brace."""
 JOINED = re.compile(r"(?:[\s$,;.:]|\\[()\[\],;! ]|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b)*")
-"""What may stand between boxes that give one answer together, as in "\\boxed{3} and \\boxed{5}"."""
+"""Text allowed between boxes that form one answer together, as in "\\boxed{3} and \\boxed{5}"."""
 MATH = re.compile(
     r"\$\$(.{1,1000}?)\$\$|\\\[(.{1,1000}?)\\\]|(?<!\\)\$((?:\\\$|[^$\n]){1,1000})(?<!\\)\$|\\\((.{1,1000}?)\\\)",
     re.DOTALL,
@@ -80,7 +80,7 @@ def candidates(text: str) -> Iterator[str]:
     """Yield what may be the final answer of a completion without a box, the most explicit first.
 
     That is what the last "answer is" or "####" announces: a completion that announces an answer commits to it, and
-    nothing else is looked at. Else the whole of a short completion, the last formula, or the last run of words that
+    nothing else is read. Else the whole of a short completion, the last formula, or the last run of words that
     look like a formula.
     """
     announced = None
@@ -106,7 +106,7 @@ def candidates(text: str) -> Iterator[str]:
 
 
 def _beginning(rest: str, *, spoken: bool) -> Iterator[str]:
-    """Yield the answer with which a text begins: formulas, or the text to the end of its sentence or clause."""
+    """Yield the answer at the beginning of a text: formulas, or the text to the end of its sentence or clause."""
     if (first := MATH.match(rest)) is not None:
         formulas = [first]
         for one in MATH.finditer(rest, first.end()):
@@ -171,7 +171,7 @@ MINUS = str.maketrans("\u2212\ufe63\uff0d\uff0b\uff0c", "---+,")
 """Signs and the comma as other keyboards and LaTeX renderers write them."""
 NUMBER = re.compile(r"[+-]?\d+(?:,\d{3})*(?!\d)(\.\d+)?")
 BROKEN_OFF = re.compile(r"(?:\^|\d[/:]|(?:^|[\d\s(\[{=$:,+-])\.)$")
-"""What stands before a number that is a part of another one: `2^`, `2/`, `3:`, and the point of `1.2.3` or `.5`."""
+"""What precedes a number that is a part of another one: `2^`, `2/`, `3:`, and the point of `1.2.3` or `.5`."""
 BARE_INTEGER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)")
 
 
@@ -185,7 +185,7 @@ def bare_integer(text: str) -> int | None:
 
 def last_integer(text: str) -> int | None:
     """The last number anywhere in the text, if it is an integer; commas may group its thousands, a minus belongs to it
-    unless a digit or letter stands before (as in `3-2`). A part of a number is none: the 5 of 3.5, .5, 2/5, 3:5, 2^5;
+    unless a digit or letter precedes it (as in `3-2`). A part of a number is none: the 5 of 3.5, .5, 2/5, 3:5, 2^5;
     the 5 of `Answer:5` and `so...5` is one."""
     text = text.translate(MINUS)
     match = None

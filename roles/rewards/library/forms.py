@@ -22,7 +22,7 @@ class RegexOptions(Table):
     """1 where a regular expression matches."""
 
     pattern: Annotated[str, Field(min_length=1)]
-    """Python's `re`; `.` matches line ends too."""
+    """Regular expression of Python's `re`; `.` matches line ends, too."""
     whole: bool = False
     """The completion as a whole must match, and not only some part of it."""
     ignore_case: bool = False
@@ -46,7 +46,7 @@ def _regex_wrong(options: RegexOptions) -> Wrong:
     return []
 
 
-# Some patterns take for ever on some texts, and hold the interpreter meanwhile.
+# Some patterns do not terminate on some texts, and hold the interpreter meanwhile.
 @reward("regex", options=RegexOptions, runs_in="worker", check=_regex_wrong)
 def _regex(options: RegexOptions) -> Function:
     pattern = _compile(options)
@@ -75,7 +75,7 @@ class TagsOptions(Table):
         default=["think", "answer"]
     )
     opened: bool = False
-    """The prompt has opened the first tag already."""
+    """Set it if the prompt already opens the first tag."""
 
 
 @reward("tags", options=TagsOptions)
@@ -105,9 +105,9 @@ class JsonOptions(Table):
     keys: dict[str, Literal["string", "number", "boolean", "array", "object", "null", "any"]] = Field(
         default_factory=dict
     )
-    """What an object must have, and of what type: { name = "string" }."""
+    """Required keys of an object, with their types: { name = "string" }."""
     only: bool = False
-    """And nothing besides."""
+    """No other keys are allowed."""
 
 
 TYPES: dict[str, tuple[type, ...]] = {
@@ -123,7 +123,7 @@ FENCE = "```"
 
 
 def unfenced(text: str) -> str:
-    """Return what stands in the last complete fenced block of a text, else in one that is not closed, else the text."""
+    """Return the content of the last complete fenced block, else of an unclosed one, else the text."""
     parts = text.split(FENCE)
     blocks = parts[1::2]
     if not blocks:
@@ -162,9 +162,9 @@ class LengthRewardOptions(Table):
     """0 up to `free` tokens, falling evenly to -1 at `most` and beyond: DAPO's soft overlong punishment (3.4)."""
 
     free: Annotated[int, Field(ge=0)]
-    """Tokens that cost nothing."""
+    """Tokens without a penalty."""
     most: Annotated[int, Field(ge=1)]
-    """Tokens that cost 1."""
+    """Tokens with the full penalty of 1."""
 
 
 def _length_wrong(options: LengthRewardOptions) -> Wrong:

@@ -93,10 +93,10 @@ class RewardFunction:
         return (None if takes_all else frozenset(p.name for p in named)), needs
 
     def call(self, completion: str | list[str], answer: Any, info: dict[str, Any]) -> Any:
-        """Call it with what it wants of `info`; an async one returns its awaitable. One that scores groups gets a list.
+        """Call it with the information it asks for; an async one returns its awaitable, one for groups gets lists.
 
         Raises:
-            RelaxError: it wants information that there is not. Whatever the function itself raises passes through.
+            RelaxError: it asks for information that there is not. Whatever the function itself raises passes through.
         """
         if lacking := self.needs - info.keys():
             raise RelaxError(
@@ -188,7 +188,7 @@ def read_options(name: str, given: Mapping[str, Any], path: KeyPath, key: str = 
     """Return the options of a named reward, or everything that is wrong with them.
 
     Args:
-        path: the table that gives them. key: where in it the name stands.
+        path: the table that gives them. key: of the name in that table.
     """
     found = rewards().get(name)
     if found is None:

@@ -19,7 +19,7 @@ from relax_rt.roles.rewards.library.functions import UnreadableAnswer, reward
 from relax_rt.roles.rewards.library.math_parsing import ParsedAnswer, ParseFailed, gold_text, read, word_key
 
 LONGEST = 20_000
-"""Characters of a completion that are read, from its end: that is where the answer stands."""
+"""Characters of a completion that are read, from its end, where the answer is."""
 COMPARE_S = 3.0
 """For reading and comparing one completion; then it counts as wrong. sympy's simplifications have no bound."""
 

@@ -31,18 +31,18 @@ class HttpOptions(Table):
     truncated, tokens } as JSON: a number, or an object as a reward function returns."""
 
     url: Annotated[str, Field(pattern=r"^https?://[^\s]+$")]
-    """Of the server."""
+    """URL of the server."""
     token_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
     """Environment variable of the reward role whose value is sent as a bearer token. The token itself belongs in no
     config."""
     timeout_s: Seconds = 30.0
-    """Of one sample, all tries together."""
+    """Deadline of one sample, all tries together."""
     retries: Annotated[int, Field(ge=0, le=20)] = 2
     """Further tries when the server cannot be reached, is busy or fails."""
     answer_kib: Annotated[int, Field(ge=1, le=16384)] = 64
     """A longer answer fails the sample."""
     at_a_time: Annotated[int, Field(ge=1, le=1024)] = 32
-    """Requests under way together."""
+    """Maximum concurrent requests."""
 
 
 def _wrong(options: HttpOptions) -> list[tuple[str, str, str]]:

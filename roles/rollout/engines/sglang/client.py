@@ -29,7 +29,7 @@ MAX_EVENT_BYTES = 256 << 20
 """Bound of one event: tokens and log-probabilities of some steps of a sequence, and at its end its routing rows."""
 
 
-class Finish(msgspec.Struct, frozen=True):
+class SequenceEnd(msgspec.Struct, frozen=True):
     """How a sequence ended: stop, length, or abort with a message."""
 
     type: str
@@ -58,7 +58,7 @@ class Meta(msgspec.Struct, frozen=True):
     """
 
     id: str
-    finish_reason: Finish | None = None
+    finish_reason: SequenceEnd | None = None
     completion_tokens: int = 0
     cached_tokens: int = 0
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
@@ -72,7 +72,7 @@ class StreamError(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-class Event(msgspec.Struct, frozen=True):
+class StreamEvent(msgspec.Struct, frozen=True):
     """A piece of one sequence."""
 
     output_ids: list[int] = []
@@ -80,8 +80,8 @@ class Event(msgspec.Struct, frozen=True):
     error: StreamError | None = None
 
 
-class Limits(msgspec.Struct, frozen=True):
-    """Limits that a server reports: its options and the device's memory decide.
+class ServerLimits(msgspec.Struct, frozen=True):
+    """ServerLimits that a server reports: its options and the device's memory decide.
 
     Attributes:
         longest: positions of one sequence, prompt and completion.
@@ -105,10 +105,10 @@ class ServerRefused(RelaxError):
     """The server answered with an error."""
 
 
-_events: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+_events: msgspec.json.Decoder[StreamEvent] = msgspec.json.Decoder(StreamEvent)
 
 
-class Client:
+class SglangClient:
     """Calls the endpoints of one server.
 
     Args:
@@ -172,7 +172,7 @@ class Client:
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
         )
 
-    async def limits(self, timeout_s: float) -> Limits:
+    async def limits(self, timeout_s: float) -> ServerLimits:
         """Return the server's limits.
 
         Raises:
@@ -190,9 +190,9 @@ class Client:
         # It reserves a page of the cache for each sequence, and rounds the input up to pages.
         page = info.page_size or 1
         longest = min(info.max_req_input_len, info.max_total_num_tokens - 2 * page)
-        return Limits(longest, info.max_total_num_tokens, running)
+        return ServerLimits(longest, info.max_total_num_tokens, running)
 
-    async def generate(self, body: dict[str, Any]) -> AsyncIterator[Event]:
+    async def generate(self, body: dict[str, Any]) -> AsyncIterator[StreamEvent]:
         """Yield events of the sequences of one request, until the last one has ended. Without a deadline beyond the
         connection: the engine judges by progress.
 
@@ -218,7 +218,7 @@ class Client:
         await self._fresh.aclose()
 
 
-async def _decoded(answer: httpx.Response) -> AsyncIterator[Event]:
+async def _decoded(answer: httpx.Response) -> AsyncIterator[StreamEvent]:
     """Server-sent events: lines `data: {…}`, the last one `data: [DONE]`."""
     held: list[bytes] = []
     size = 0
@@ -238,9 +238,9 @@ async def _decoded(answer: httpx.Response) -> AsyncIterator[Event]:
             yield event
 
 
-def _events_of(pieces: Sequence[bytes]) -> list[Event]:
+def _events_of(pieces: Sequence[bytes]) -> list[StreamEvent]:
     """Decode whole lines without copying them again: an event may have hundreds of megabytes."""
-    events: list[Event] = []
+    events: list[StreamEvent] = []
     whole = b"".join(pieces)
     view, at = memoryview(whole), 0
     while (end := whole.find(b"\n", at)) >= 0:

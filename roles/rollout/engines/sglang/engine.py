@@ -36,10 +36,16 @@ from relax_rt.roles.rollout.engines.base import (
 )
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 from relax_rt.roles.rollout.engines.sglang import weight_loading
-from relax_rt.roles.rollout.engines.sglang.client import Event, Limits
+from relax_rt.roles.rollout.engines.sglang.client import ServerLimits, StreamEvent
 from relax_rt.roles.rollout.engines.sglang.options import Device, Option, sglang_mismatch
-from relax_rt.roles.rollout.engines.sglang.requests import Batch, Member, MemberQueue, RowDecoder, request_body
-from relax_rt.roles.rollout.engines.sglang.server import Server, ServerSpec
+from relax_rt.roles.rollout.engines.sglang.requests import (
+    MemberQueue,
+    RowDecoder,
+    SegmentBatch,
+    SegmentedMember,
+    request_body,
+)
+from relax_rt.roles.rollout.engines.sglang.server import ServerSpec, SglangServer
 from relax_rt.roles.rollout.engines.sglang.weight_loading import LoadedVersion, OnFileFallback, WeightLoader
 from relax_rt.roles.rollout.engines.sglang.weights import by_expert, check_layout, published_tensors, recipes
 from relax_rt.transport.base.versions import VersionRecord
@@ -105,11 +111,13 @@ class SglangEngine:
         text = json.loads((model / "config.json").read_text())
         self.context = int(text.get("max_position_embeddings") or text["text_config"]["max_position_embeddings"])
         self.vocabulary = int(text.get("vocab_size") or text["text_config"]["vocab_size"])
-        self._server = Server(spec, model, functools.partial(options, context=self.context), self._fail, on_progress)
-        self._limits = Limits(self.context, kv_tokens, settings.max_sequences)
+        self._server = SglangServer(
+            spec, model, functools.partial(options, context=self.context), self._fail, on_progress
+        )
+        self._limits = ServerLimits(self.context, kv_tokens, settings.max_sequences)
         self._waiting = MemberQueue()
-        self._running: dict[str, Member] = {}
-        self._members: dict[int, list[Member]] = {}
+        self._running: dict[str, SegmentedMember] = {}
+        self._members: dict[int, list[SegmentedMember]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._orders, self._segments = itertools.count(1), itertools.count(1)
         self._holds: dict[str, str] = {"start": "the server is not started"}
@@ -265,7 +273,9 @@ class SglangEngine:
                 )
         for request in requests:
             order = next(self._orders)
-            members = [Member.from_request(request, index, order, self.routing) for index in range(len(request.seeds))]
+            members = [
+                SegmentedMember.from_request(request, index, order, self.routing) for index in range(len(request.seeds))
+            ]
             self._members[request.id] = members
             self._waiting.add(member for member in members if not member.finish)
             self._report(member for member in members if member.finish)
@@ -300,7 +310,7 @@ class SglangEngine:
             if len(self._running) == len(members):
                 self._progressed_at = now
             self._idle.clear()
-            self._spawn(self._sample(Batch(members), self._version))
+            self._spawn(self._sample(SegmentBatch(members), self._version))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -313,7 +323,7 @@ class SglangEngine:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(self._server.explain(error) if isinstance(error, RelaxError) else error)
 
-    async def _sample(self, batch: Batch, version: int) -> None:
+    async def _sample(self, batch: SegmentBatch, version: int) -> None:
         """One call of the server: a segment of each member."""
         try:
             async for event in self._server.client.generate(request_body(batch, seeded=self._table.deterministic)):
@@ -329,7 +339,7 @@ class SglangEngine:
                 f"{len(batch.running)} segments of the SGLang server", why="the stream ended before they did"
             )
 
-    def _on_event(self, batch: Batch, event: Event, version: int, rows: NDArray[np.int16] | None) -> None:
+    def _on_event(self, batch: SegmentBatch, event: StreamEvent, version: int, rows: NDArray[np.int16] | None) -> None:
         if self._failure is not None or event.meta_info is None:
             return
         member = batch.member(event.meta_info)
@@ -350,7 +360,7 @@ class SglangEngine:
         if end is not None:
             self._advance()
 
-    def _report(self, members: Iterable[Member], *, everything: bool = False) -> None:
+    def _report(self, members: Iterable[SegmentedMember], *, everything: bool = False) -> None:
         """Collect chunks that are due, so that the sink is called once for all that come together."""
         for member in members:
             if (chunk := member.chunk(everything=everything)) is not None:

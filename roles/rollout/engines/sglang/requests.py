@@ -23,10 +23,10 @@ from relax_rt.roles.rollout.engines.routing import RoutingShape, RowBuffer, cano
 from relax_rt.roles.rollout.engines.sglang.client import (
     LARGE_BYTES,
     MAX_EVENT_BYTES,
-    Event,
-    Finish,
     Meta,
+    SequenceEnd,
     ServerRefused,
+    StreamEvent,
 )
 from relax_rt.roles.rollout.engines.sglang.weights import splitmix64
 from relax_rt.transport.queue.ledger.messages import VersionSpan
@@ -40,7 +40,7 @@ PIECE = 1 << 20
 
 
 @dataclass(slots=True)
-class Member:
+class SegmentedMember:
     """One completion.
 
     Attributes:
@@ -81,9 +81,11 @@ class Member:
     finish: str = ""
 
     @staticmethod
-    def from_request(request: GroupRequest, index: int, order: int, routing: RoutingShape | None = None) -> Member:
+    def from_request(
+        request: GroupRequest, index: int, order: int, routing: RoutingShape | None = None
+    ) -> SegmentedMember:
         """Return a member as it is submitted, with the tokens of its partial."""
-        member = Member(request, index, order)
+        member = SegmentedMember(request, index, order)
         partial = request.partial(index)
         if request.routing and routing is not None:
             member.rows = RowBuffer(routing, partial.routing if partial is not None else b"")
@@ -120,7 +122,7 @@ class Member:
         self.salt = self.kv_version = version
         return len(self.request.prompt) + len(self.tokens)
 
-    def take(self, event: Event, version: int) -> int:
+    def take(self, event: StreamEvent, version: int) -> int:
         """Append the tokens of an event of the running segment; return how many are new.
 
         Raises:
@@ -184,7 +186,7 @@ class Member:
             self.has_prompt_rows = True
         self.rows.extend(encode_rows(rows[first - start :][:new]))
 
-    def end_segment(self, end: Finish | None = None) -> None:
+    def end_segment(self, end: SequenceEnd | None = None) -> None:
         """End the running segment; `finish` then says whether the member has ended, too.
 
         Args:
@@ -206,7 +208,7 @@ class Member:
         if end.type != STOP or not new:
             raise self._ended_early(end)
 
-    def _ended_early(self, end: Finish) -> ServerRefused:
+    def _ended_early(self, end: SequenceEnd) -> ServerRefused:
         had, wanted = len(self.tokens), self.request.max_new_tokens
         return ServerRefused(
             f"request {self.request.id}, member {self.index} on the SGLang server",
@@ -237,18 +239,18 @@ class Member:
         return Chunk(self.request.id, self.index, at, tokens, logprobs, spans, self.finish, routing, prompt)
 
 
-class Batch:
+class SegmentBatch:
     """Members of one request whose segments are sampled in one call.
 
     Attributes:
         rows_from: position from which on the server returns the routing rows of each.
     """
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[SegmentedMember]) -> None:
         self.members = {member.rid: member for member in members}
         self.rows_from = min(member.rows_from for member in members)
 
-    def member(self, meta: Meta) -> Member:
+    def member(self, meta: Meta) -> SegmentedMember:
         """Return the member that an event belongs to.
 
         Raises:
@@ -260,7 +262,7 @@ class Batch:
         return member
 
     @property
-    def running(self) -> list[Member]:
+    def running(self) -> list[SegmentedMember]:
         """Members whose segments have not ended."""
         return [member for rid, member in self.members.items() if member.rid == rid]
 
@@ -269,20 +271,20 @@ class MemberQueue:
     """Members that wait for their next segment, in the order of their requests, so that interrupted ones go first."""
 
     def __init__(self) -> None:
-        self._members: list[Member] = []
+        self._members: list[SegmentedMember] = []
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def __iter__(self) -> Iterator[Member]:
+    def __iter__(self) -> Iterator[SegmentedMember]:
         return iter(self._members)
 
-    def add(self, members: Iterable[Member]) -> None:
+    def add(self, members: Iterable[SegmentedMember]) -> None:
         """Add new or interrupted members."""
         for member in members:
             insort(self._members, member, key=lambda one: (one.order, one.index))
 
-    def take(self, room: int) -> list[Member]:
+    def take(self, room: int) -> list[SegmentedMember]:
         """Remove and return the next members of one request, at most `room`."""
         if not self._members or room < 1:
             return []
@@ -291,7 +293,7 @@ class MemberQueue:
         del self._members[: len(taken)]
         return taken
 
-    def drop(self, request: int) -> list[Member]:
+    def drop(self, request: int) -> list[SegmentedMember]:
         """Remove and return a request's members."""
         out = [member for member in self._members if member.request.id == request]
         self._members = [member for member in self._members if member.request.id != request]
@@ -304,7 +306,7 @@ def server_seed(seed: int) -> int:
     return splitmix64(seed) >> 1
 
 
-def request_body(batch: Batch, *, seeded: bool) -> dict[str, Any]:
+def request_body(batch: SegmentBatch, *, seeded: bool) -> dict[str, Any]:
     """Return the body of the call that samples a segment of each member.
 
     Args:

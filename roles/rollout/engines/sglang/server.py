@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from relax_rt.process import procfs
-from relax_rt.roles.rollout.engines.sglang.client import Client, ServerRefused
+from relax_rt.roles.rollout.engines.sglang.client import ServerRefused, SglangClient
 from relax_rt.roles.rollout.engines.sglang.options import Boot, Option, as_arguments
 from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, RelaxError, Unreachable
 
@@ -144,7 +144,7 @@ def describe(lines: Sequence[str], what: str, *, ended: bool, pids: Collection[i
     return "; ".join(filter(None, [cause, what, f"its last lines: {' | '.join(last) or 'none'}"]))
 
 
-class Server:
+class SglangServer:
     """One server process and the client that talks to it.
 
     Args:
@@ -169,7 +169,7 @@ class Server:
         self._status: int | None = None
         self._booting = False
         self._died = asyncio.Event()
-        self.client: Client
+        self.client: SglangClient
 
     @property
     def pid(self) -> int:
@@ -218,7 +218,7 @@ class Server:
         boot = Boot(model=self._model, port=port, name=secrets.token_hex(8), secrets=self._spec.folder / "key.yaml")
         with os.fdopen(os.open(boot.secrets, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(f'api-key: "{key}"\n')
-        self.client = Client(f"http://127.0.0.1:{port}", key)
+        self.client = SglangClient(f"http://127.0.0.1:{port}", key)
         self._spawn([self._spec.python, "-m", "sglang.launch_server", *as_arguments(self._options(boot))])
         while True:
             if self._died.is_set():

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from relax_rt.roles.rollout.engines.settings import SglangTable
-from relax_rt.roles.rollout.engines.sglang.client import Client, ServerRefused
+from relax_rt.roles.rollout.engines.sglang.client import ServerRefused, SglangClient
 from relax_rt.roles.rollout.engines.sglang.options import Device
 from relax_rt.roles.rollout.engines.sglang.weights import PrivateCopy, Recipe, by_expert, checksums, compare
 from relax_rt.transport.rpc.errors import Corrupt, Refused, RelaxError
@@ -96,7 +96,7 @@ class WeightLoader:
             self._shared.close()
             self._shared = None
 
-    async def load(self, client: Client, loaded: LoadedVersion, *, flush: bool) -> None:
+    async def load(self, client: SglangClient, loaded: LoadedVersion, *, flush: bool) -> None:
         """Have an idle server load the copy, and verify that it holds it.
 
         Args:
@@ -123,7 +123,9 @@ class WeightLoader:
         finally:
             self.unshare()
 
-    async def _load_shared(self, client: Client, loaded: LoadedVersion, shared: SharedTensors, *, flush: bool) -> bool:
+    async def _load_shared(
+        self, client: SglangClient, loaded: LoadedVersion, shared: SharedTensors, *, flush: bool
+    ) -> bool:
         limit_s = self._table.update_timeout_s
         try:
             message = await asyncio.to_thread(shared.message)
@@ -152,7 +154,7 @@ class WeightLoader:
         self.copy.close()
 
 
-async def reported(client: Client, timeout_s: float) -> dict[str, str]:
+async def reported(client: SglangClient, timeout_s: float) -> dict[str, str]:
     """Return the server's own checksum of each of its tensors.
 
     Raises:
@@ -166,19 +168,19 @@ async def reported(client: Client, timeout_s: float) -> dict[str, str]:
     return found
 
 
-async def verify(client: Client, loaded: LoadedVersion, timeout_s: float) -> None:
+async def verify(client: SglangClient, loaded: LoadedVersion, timeout_s: float) -> None:
     """Raise Corrupt unless the server holds this version."""
     compare(loaded.checksums, await reported(client, timeout_s), loaded.version)
 
 
-async def load_file(client: Client, folder: Path, version: int, *, flush: bool, timeout_s: float) -> None:
+async def load_file(client: SglangClient, folder: Path, version: int, *, flush: bool, timeout_s: float) -> None:
     """Have the server read a safetensors file of this machine; `flush` drops the prefix cache."""
     body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": flush}
     await client.call("/update_weights_from_disk", body, timeout_s=timeout_s)
 
 
 async def load_tensors(
-    client: Client, layout: Layout, data: memoryview, version: int, *, flush: bool, timeout_s: float
+    client: SglangClient, layout: Layout, data: memoryview, version: int, *, flush: bool, timeout_s: float
 ) -> None:
     """Send the tensors themselves, in buckets, within one update session; `flush` drops the prefix cache."""
     buckets: list[list[TensorEntry]] = []
@@ -198,7 +200,7 @@ async def load_tensors(
             await client.call("/update_weights_from_tensor", body, timeout_s=timeout_s)
 
 
-async def load_handles(client: Client, message: str, version: int, *, flush: bool, timeout_s: float) -> None:
+async def load_handles(client: SglangClient, message: str, version: int, *, flush: bool, timeout_s: float) -> None:
     """Have the server open shared tensors and copy them, within one update session; `flush` drops the prefix cache.
 
     Args:
@@ -210,7 +212,7 @@ async def load_handles(client: Client, message: str, version: int, *, flush: boo
 
 
 @asynccontextmanager
-async def _session(client: Client, timeout_s: float) -> AsyncIterator[None]:
+async def _session(client: SglangClient, timeout_s: float) -> AsyncIterator[None]:
     """The update session in which the server accepts tensors. It is ended also after the server refused something."""
     await client.call("/begin_weight_update", {}, timeout_s=timeout_s)
     try:

@@ -38,6 +38,27 @@ DAEMON = (
 )
 
 
+SERVER = (
+    "import os, signal, time\n"
+    "from multiprocessing import resource_tracker, shared_memory\n"
+    "segment = shared_memory.SharedMemory(create=True, size=4096)\n"
+    "os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)\n"
+    "print(segment.name, flush=True)\n"
+    "time.sleep(600)\n"
+)
+AGENT_OF_A_GUARD = (
+    "import os, pathlib, subprocess, sys, time\n"
+    "log, server = pathlib.Path(sys.argv[1]), sys.argv[2]\n"
+    "reading, writing = os.pipe()\n"
+    "guard = [sys.executable, '-m', 'relax_rt.process.guard', '--lifeline', str(reading), '--log', str(log)]\n"
+    "guard += ['--log-mib', '1', '--', sys.executable, '-c', server]\n"
+    "subprocess.Popen(guard, pass_fds=(reading,), start_new_session=True)\n"
+    "while not (log.exists() and log.read_text().endswith('\\n')):\n"
+    "    time.sleep(0.01)\n"
+    "os.kill(os.getpid(), 9)\n"
+)
+
+
 @pytest.fixture
 def paths(tmp_path: Path) -> Iterator[RunPaths]:
     found = RunPaths(secrets.token_hex(4), tmp_path)
@@ -154,3 +175,9 @@ def test_directories_of_other_programs_with_a_similar_name_are_kept(paths: RunPa
         assert others.is_dir()
     finally:
         others.rmdir()
+
+
+def test_a_guard_removes_the_shared_memory_of_its_server_when_the_agent_is_killed(paths: RunPaths) -> None:
+    log = paths.run_dir / "server.log"
+    assert keeper(paths, AGENT_OF_A_GUARD, str(log), SERVER).wait(120) == 128 + 9
+    assert not (Path("/dev/shm") / log.read_text().strip()).exists()

@@ -1,4 +1,4 @@
-"""An engine is brought to a version whole, or it is out: with everything that can be wrong on the way."""
+"""An engine gets to a version whole or is removed, with every failure on the way."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Context:
         return [kind for kind, _ in self.events]
 
 
-async def test_a_cancellation_that_comes_with_the_result_is_not_forgotten(tmp_path: Path) -> None:
+async def test_a_cancellation_that_comes_with_the_result_is_delivered(tmp_path: Path) -> None:
     follower = WeightFollower(cast(RoleContext, Context(tmp_path)), cast(Engine, None), source=cast(Any, None))
     follower._machine.follow(VersionRecord(1, 0, 1), time.monotonic())
     gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -156,7 +156,7 @@ async def test_one_version_after_the_other_is_acknowledged(tmp_path: Path) -> No
     assert world.ctx.kinds() == ["weights_swapped"] * 3
 
 
-async def test_a_delta_is_taken_where_its_base_is_here_and_the_whole_where_it_is_not(tmp_path: Path) -> None:
+async def test_a_delta_is_used_if_its_base_is_here(tmp_path: Path) -> None:
     world = World(tmp_path)
     await world.follower.follow(world.commit())
     await world.follower.follow(world.commit(delta=True))
@@ -168,7 +168,7 @@ async def test_a_delta_is_taken_where_its_base_is_here_and_the_whole_where_it_is
     assert world.has() == 6
 
 
-async def test_a_damaged_delta_is_given_up_for_the_whole(tmp_path: Path) -> None:
+async def test_a_damaged_delta_is_replaced_by_the_full_version(tmp_path: Path) -> None:
     world = World(tmp_path)
     await world.follower.follow(world.commit())
     record = world.commit(delta=True)
@@ -179,7 +179,7 @@ async def test_a_damaged_delta_is_given_up_for_the_whole(tmp_path: Path) -> None
     assert world.has() == 2
 
 
-async def test_an_engine_that_refuses_the_base_gets_the_whole(tmp_path: Path) -> None:
+async def test_an_engine_that_refuses_the_base_gets_the_full_version(tmp_path: Path) -> None:
     class Elsewhere(MemoryEngine):
         async def prepare(self, source: WeightSource) -> None:
             if source.manifest.payload == "delta":
@@ -192,7 +192,7 @@ async def test_an_engine_that_refuses_the_base_gets_the_whole(tmp_path: Path) ->
     assert world.engine.payloads == ["full", "full"]
 
 
-async def test_an_engine_that_answers_and_did_not_load_is_out(tmp_path: Path) -> None:
+async def test_an_engine_that_falsely_reports_a_load_is_removed(tmp_path: Path) -> None:
     class Liar(MemoryEngine):
         async def commit(self, record: VersionRecord, kv: KvPolicy) -> Swap:
             return Swap(record.version, 0.0, 0) if record.version > 1 else await super().commit(record, kv)
@@ -203,7 +203,7 @@ async def test_an_engine_that_answers_and_did_not_load_is_out(tmp_path: Path) ->
     assert world.ctx.ready_at == [1]
 
 
-async def test_an_engine_whose_weights_differ_after_the_swap_is_out(tmp_path: Path) -> None:
+async def test_an_engine_with_other_weights_after_the_swap_is_removed(tmp_path: Path) -> None:
     class Forgetful(MemoryEngine):
         async def prepare(self, source: WeightSource) -> None:
             await super().prepare(source)
@@ -214,7 +214,7 @@ async def test_an_engine_whose_weights_differ_after_the_swap_is_out(tmp_path: Pa
     assert world.ctx.ready_at == []
 
 
-async def test_bytes_that_differ_are_fetched_again_and_out_at_the_deadline_if_they_stay_so(tmp_path: Path) -> None:
+async def test_corrupt_bytes_are_fetched_again_until_the_deadline(tmp_path: Path) -> None:
     world = World(tmp_path)
     await world.follower.follow(world.commit())
     record = world.commit()
@@ -233,7 +233,7 @@ async def test_bytes_that_differ_are_fetched_again_and_out_at_the_deadline_if_th
     assert world.has() == 2
 
 
-async def test_another_content_than_was_committed_is_never_taken(tmp_path: Path) -> None:
+async def test_other_content_than_committed_is_never_loaded(tmp_path: Path) -> None:
     world = World(tmp_path)
     record = msgspec.structs.replace(world.commit(), digest="0" * 32)
     await world.out(record, "committed with digest 0000")
@@ -256,7 +256,7 @@ async def test_weights_of_another_model_end_the_engine_at_once(tmp_path: Path, t
     assert world.has() == 0
 
 
-async def test_a_version_that_was_retired_is_left_for_the_newer_one(tmp_path: Path) -> None:
+async def test_a_retired_version_is_skipped_for_the_newer_one(tmp_path: Path) -> None:
     world = World(tmp_path)
     first = world.commit()
     second = world.commit()
@@ -266,14 +266,14 @@ async def test_a_version_that_was_retired_is_left_for_the_newer_one(tmp_path: Pa
     assert await world.follower.follow(second)
 
 
-async def test_a_version_that_is_nowhere_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
+async def test_a_missing_version_is_awaited_until_the_deadline(tmp_path: Path) -> None:
     world = World(tmp_path)
     record = world.commit()
     world.stage.retire(5)
     await world.out(record, "not on the stage")
 
 
-async def test_who_gives_versions_out_may_be_away_for_a_while(tmp_path: Path) -> None:
+async def test_the_version_store_may_be_away_for_a_while(tmp_path: Path) -> None:
     class Far(MemoryEngine):
         away = 2
 
@@ -289,7 +289,7 @@ async def test_who_gives_versions_out_may_be_away_for_a_while(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("step", ["prepare", "commit"])
-async def test_an_engine_that_is_stuck_ends_itself_at_its_deadline(tmp_path: Path, step: str) -> None:
+async def test_a_stuck_engine_ends_itself_at_its_deadline(tmp_path: Path, step: str) -> None:
     async def never(*_: Any) -> Any:
         await asyncio.sleep(3600)
 
@@ -300,7 +300,7 @@ async def test_an_engine_that_is_stuck_ends_itself_at_its_deadline(tmp_path: Pat
 
 @pytest.mark.parametrize("error", [OSError("broken pipe"), Refused("the server is gone")])
 @pytest.mark.parametrize("step", ["prepare", "commit"])
-async def test_an_engine_that_breaks_at_any_step_is_out(tmp_path: Path, step: str, error: Exception) -> None:
+async def test_an_engine_that_fails_at_any_step_is_removed(tmp_path: Path, step: str, error: Exception) -> None:
     async def breaks(*_: Any) -> Any:
         raise error
 
@@ -316,7 +316,7 @@ def _not_an_error_of_ours(world: World) -> Callable[..., Any]:
     return bug
 
 
-async def test_whatever_a_swap_raises_the_engine_is_out(tmp_path: Path) -> None:
+async def test_any_error_of_a_swap_removes_the_engine(tmp_path: Path) -> None:
     class Broken(MemoryEngine):
         async def commit(self, record: VersionRecord, kv: KvPolicy) -> Swap:
             raise MemoryError

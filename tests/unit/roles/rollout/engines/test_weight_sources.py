@@ -1,4 +1,4 @@
-"""Which carrier an engine uses, and what happens where one fails: the folder of files, or the error that says why."""
+"""Which carrier an engine uses, and the fallback when one fails: the folder of files, or the error with the reason."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def copied(source: WeightSource) -> bytearray:
     return into
 
 
-async def test_on_the_trainers_node_it_is_shared_memory_and_the_folder_steps_in(tmp_path: Path) -> None:
+async def test_the_trainers_node_uses_shared_memory_with_the_folder_as_fallback(tmp_path: Path) -> None:
     ctx = Context(tmp_path, directory="files")
     data = fill(LAYOUT)
     record = stage(ctx, data)
@@ -254,7 +254,7 @@ async def test_a_version_that_the_only_way_will_never_take_ends_the_run(
     await files.close()
 
 
-async def test_waiting_for_another_node_is_shown_and_logged_once(
+async def test_waiting_for_another_node_is_reported_and_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ctx = Context(tmp_path, ack_timeout_s=0.3)
@@ -277,7 +277,7 @@ def test_other_carriers_have_no_folder(tmp_path: Path) -> None:
     assert files_folder(ctx, None) is None and WeightFiles.of(ctx) is None
 
 
-def test_what_neither_carrier_has_is_the_error_of_the_first(tmp_path: Path) -> None:
+def test_if_both_carriers_fail_the_first_error_is_raised(tmp_path: Path) -> None:
     record, _ = version_of(fill(LAYOUT))
     told: list[object] = []
     with pytest.raises(Gone, match="not on the stage") as caught:
@@ -289,7 +289,7 @@ def test_what_neither_carrier_has_is_the_error_of_the_first(tmp_path: Path) -> N
     assert "and the other way" in caught.value.__notes__[0] and not told
 
 
-def test_the_folder_steps_in_for_a_version_that_was_made_of_adapters(tmp_path: Path) -> None:
+def test_the_folder_replaces_a_version_of_adapters(tmp_path: Path) -> None:
     """What crossed were adapters; what lies on the node's stage, and is damaged, is the whole."""
     data = fill(LAYOUT)
     ctx = Context(tmp_path)
@@ -307,7 +307,7 @@ def test_the_folder_steps_in_for_a_version_that_was_made_of_adapters(tmp_path: P
     assert source.payload == "adapters" and copied(source) == data and source.carrier == "directory"
 
 
-def test_a_folder_that_is_damaged_too_is_told(tmp_path: Path) -> None:
+def test_a_damaged_folder_is_reported_as_well(tmp_path: Path) -> None:
     data = fill(LAYOUT)
     record, manifest = version_of(data)
     folder = WeightDirectory(tmp_path, 1).write(record, manifest, memoryview(data), 10.0)
@@ -387,7 +387,7 @@ def broadcast(ctx: Engine, record: VersionRecord, data: bytes | bytearray) -> li
     return list(taken.receivers)
 
 
-async def test_an_engine_has_the_first_version_from_the_stage_and_then_those_that_are_broadcast(tmp_path: Path) -> None:
+async def test_the_first_version_comes_from_the_stage_and_later_ones_by_broadcast(tmp_path: Path) -> None:
     ctx = Engine(tmp_path)
     make = source_for(cast(RoleContext, ctx))
     data = fill(LAYOUT, 7)
@@ -403,7 +403,7 @@ async def test_an_engine_has_the_first_version_from_the_stage_and_then_those_tha
     assert not ctx.events
 
 
-async def test_what_was_broadcast_and_differs_is_taken_from_the_stage(tmp_path: Path) -> None:
+async def test_a_corrupt_broadcast_falls_back_to_the_stage(tmp_path: Path) -> None:
     ctx = Engine(tmp_path)
     make = source_for(cast(RoleContext, ctx))
     data = fill(LAYOUT, 7)
@@ -415,11 +415,13 @@ async def test_what_was_broadcast_and_differs_is_taken_from_the_stage(tmp_path: 
     assert [kind for kind, _ in ctx.events] == ["broadcast_fallback"] and "bytes 0-" in ctx.events[0][1]["why"]
 
 
-async def test_an_engine_without_room_to_receive_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_without_a_receive_buffer_uses_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OutOfSpace("memory", why="no space left on device")
 
-    monkeypatch.setattr("relax_rt.transport.weights.broadcast.source.host.allocate", full)
+    monkeypatch.setattr("relax_rt.transport.weights.broadcast.source.allocate_host_memory", full)
     ctx = Engine(tmp_path)
     make = source_for(cast(RoleContext, ctx))
     data = fill(LAYOUT)
@@ -436,9 +438,7 @@ def without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relax_rt.transport.weights.device.cupy", none)
 
 
-async def test_what_the_device_does_not_give_is_taken_from_the_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failing_device_copy_falls_back_to_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_a_device(monkeypatch)
     ctx = Engine(tmp_path, carrier="cuda_ipc")
     make = source_for(cast(RoleContext, ctx))

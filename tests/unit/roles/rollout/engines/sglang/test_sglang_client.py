@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from relax_rt.roles.rollout.engines.sglang import client
-from relax_rt.roles.rollout.engines.sglang.client import Client
+from relax_rt.roles.rollout.engines.sglang.client import SglangClient
 from relax_rt.transport.rpc.errors import ProtocolError, Unreachable
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
@@ -53,7 +53,7 @@ class Server:
 
 
 @asynccontextmanager
-async def talking_to(server: Server) -> AsyncIterator[Client]:
+async def talking_to(server: Server) -> AsyncIterator[SglangClient]:
     tasks: set[asyncio.Task[None]] = set()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -68,7 +68,7 @@ async def talking_to(server: Server) -> AsyncIterator[Client]:
             writer.close()
 
     listening = await asyncio.start_server(connected, "127.0.0.1", 0)
-    http = Client(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", "key")
+    http = SglangClient(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", "key")
     try:
         yield http
     finally:
@@ -126,7 +126,7 @@ async def test_events_are_complete_however_they_are_split(large: int, monkeypatc
     threads: set[int] = set()
     events_of = client._events_of
 
-    def noted(pieces: list[bytes]) -> list[client.Event]:
+    def noted(pieces: list[bytes]) -> list[client.StreamEvent]:
         threads.add(threading.get_ident())
         return events_of(pieces)
 

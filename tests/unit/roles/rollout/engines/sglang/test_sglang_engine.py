@@ -18,7 +18,14 @@ from safetensors.numpy import save_file
 from relax_rt.roles.rollout.engines.base import Chunk, EngineEnded, GroupRequest
 from relax_rt.roles.rollout.engines.settings import EngineSettings
 from relax_rt.roles.rollout.engines.sglang import engine as engines
-from relax_rt.roles.rollout.engines.sglang.client import Client, Event, Finish, Limits, Meta, ServerRefused
+from relax_rt.roles.rollout.engines.sglang.client import (
+    Meta,
+    SequenceEnd,
+    ServerLimits,
+    ServerRefused,
+    SglangClient,
+    StreamEvent,
+)
 from relax_rt.roles.rollout.engines.sglang.engine import SglangEngine
 from relax_rt.roles.rollout.engines.sglang.requests import server_seed
 from relax_rt.roles.rollout.engines.sglang.server import ServerDied, ServerSpec
@@ -62,14 +69,14 @@ class Source:
         raise NotImplementedError
 
 
-class FakeClient(Client):
+class FakeClient(SglangClient):
     """The server's endpoints: one queue of events for each segment, weights that are a version's, memory."""
 
     url = "http://fake"
 
     def __init__(self, model: Path) -> None:
         self.model, self.holds = model, 0
-        self.queues: dict[str, asyncio.Queue[Event | None]] = {}
+        self.queues: dict[str, asyncio.Queue[StreamEvent | None]] = {}
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.obeys = True
 
@@ -95,9 +102,9 @@ class FakeClient(Client):
                     self.say(rid, end="abort")
         return {}
 
-    async def generate(self, body: dict[str, Any]) -> AsyncIterator[Event]:
+    async def generate(self, body: dict[str, Any]) -> AsyncIterator[StreamEvent]:
         running = list(body["rid"])
-        queue: asyncio.Queue[Event | None] = asyncio.Queue()
+        queue: asyncio.Queue[StreamEvent | None] = asyncio.Queue()
         self.queues |= dict.fromkeys(running, queue)
         while running:
             event = await queue.get()
@@ -115,9 +122,9 @@ class FakeClient(Client):
     def say(self, rid: str, tokens: tuple[int, ...] = (), upto: int = 0, end: str = "", message: str = "") -> None:
         """`tokens` of a segment, the last of them its `upto`-th."""
         probable = [(-1.0, token, None) for token in tokens]
-        finish = Finish(end, message) if end else None
+        finish = SequenceEnd(end, message) if end else None
         meta = Meta(rid, finish, upto or len(tokens), 1, output_token_logprobs=probable)
-        self.queues[rid].put_nowait(Event(list(tokens), meta))
+        self.queues[rid].put_nowait(StreamEvent(list(tokens), meta))
 
     @property
     def rid(self) -> str:
@@ -207,7 +214,7 @@ async def until(condition: Callable[[], bool], limit_s: float = 120) -> None:
 
 
 async def test_requests_are_bounded_by_the_servers_limits(tmp_path: Path) -> None:
-    assert await FakeClient(tmp_path).limits(1.0) == Limits(longest=64, kv_tokens=200, running=3)
+    assert await FakeClient(tmp_path).limits(1.0) == ServerLimits(longest=64, kv_tokens=200, running=3)
     narrow = FakeClient(tmp_path)
     narrow.call = lambda *_, **__: asyncio.sleep(0, INFO | {"max_total_num_tokens": 40})  # type: ignore[assignment]
     assert (await narrow.limits(1.0)).longest == 32
@@ -215,7 +222,7 @@ async def test_requests_are_bounded_by_the_servers_limits(tmp_path: Path) -> Non
     with pytest.raises(ProtocolError, match="its limits"):
         await narrow.limits(1.0)
     async with rig(tmp_path) as one:
-        one.engine._limits = Limits(longest=20, kv_tokens=200, running=3)
+        one.engine._limits = ServerLimits(longest=20, kv_tokens=200, running=3)
         with pytest.raises(Refused, match="this server takes 20 a sequence"):
             await one.begin(new=18)
         await one.begin(5, new=17)
@@ -305,7 +312,7 @@ async def test_a_sequence_that_may_wait_for_room_has_more_time(tmp_path: Path) -
         assert one.engine._stalled(lively.progressed_at) is None, "it has not begun"
         silent.fresh = False
         assert one.engine._stalled(lively.progressed_at) is not None
-        one.engine._limits = Limits(64, 100, 3)
+        one.engine._limits = ServerLimits(64, 100, 3)
         assert one.engine._stalled(lively.progressed_at) is None, "106 positions are needed, and 100 there"
         silent.progressed_at -= 900
         assert one.engine._stalled(lively.progressed_at) is not None

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from relax_rt.roles.rollout.engines.settings import SglangTable  # noqa: E402
 from relax_rt.roles.rollout.engines.sglang import weight_loading as loading  # noqa: E402
-from relax_rt.roles.rollout.engines.sglang.client import Client, ServerRefused  # noqa: E402
+from relax_rt.roles.rollout.engines.sglang.client import ServerRefused, SglangClient  # noqa: E402
 from relax_rt.roles.rollout.engines.sglang.weight_loading import WeightLoader  # noqa: E402
 from relax_rt.roles.rollout.engines.sglang.weights import (  # noqa: E402
     by_expert,
@@ -61,7 +61,7 @@ class Unpickler(pickle.Unpickler):
         return ByName if name == "DupFd" else super().find_class(module, name)
 
 
-class Server(Client):
+class Server(SglangClient):
     """Holds copies of what it is given.
 
     Attributes:

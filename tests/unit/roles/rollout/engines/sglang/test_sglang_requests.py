@@ -18,9 +18,15 @@ from relax_rt.roles.rollout.engines.base import Assembly, GroupRequest, Partial
 from relax_rt.roles.rollout.engines.routing import RoutingShape
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 from relax_rt.roles.rollout.engines.sglang import requests as asking
-from relax_rt.roles.rollout.engines.sglang.client import Event, Finish, Meta, ServerRefused, Span
+from relax_rt.roles.rollout.engines.sglang.client import Meta, SequenceEnd, ServerRefused, Span, StreamEvent
 from relax_rt.roles.rollout.engines.sglang.options import Boot, server_options
-from relax_rt.roles.rollout.engines.sglang.requests import Batch, Member, MemberQueue, RowDecoder, request_body
+from relax_rt.roles.rollout.engines.sglang.requests import (
+    MemberQueue,
+    RowDecoder,
+    SegmentBatch,
+    SegmentedMember,
+    request_body,
+)
 from relax_rt.transport.queue.ledger.messages import VersionSpan
 from relax_rt.transport.rpc.errors import Corrupt, ProtocolError, Refused
 
@@ -30,19 +36,21 @@ def request(members: int = 1, new: int = 10, **rest: Any) -> GroupRequest:
     return GroupRequest(**{"max_new_tokens": new, "seeds": tuple(range(members)), **values, **rest})
 
 
-def event(member: Member, tokens: list[int], *, upto: int, end: str = "", cached: int = 1, **meta: Any) -> Event:
+def event(
+    member: SegmentedMember, tokens: list[int], *, upto: int, end: str = "", cached: int = 1, **meta: Any
+) -> StreamEvent:
     """What the server says of the running segment: `tokens`, the last of them its `upto`-th."""
     values: dict[str, Any] = {
         "completion_tokens": upto,
         "cached_tokens": cached,
         "output_token_logprobs": [(-float(token), token, None) for token in tokens],
-        "finish_reason": Finish(end) if end else None,
+        "finish_reason": SequenceEnd(end) if end else None,
     }
-    return Event(tokens, Meta(id=member.rid, **(values | meta)))
+    return StreamEvent(tokens, Meta(id=member.rid, **(values | meta)))
 
 
 def test_a_token_has_the_versions_of_its_segment_and_its_cache() -> None:
-    member = Member.from_request(request(new=6), 0, 1)
+    member = SegmentedMember.from_request(request(new=6), 0, 1)
     member.begin("a", 3)
     member.take(event(member, [4, 5], upto=2, cached=0), 3)
     member.end_segment()
@@ -58,7 +66,7 @@ def test_a_token_has_the_versions_of_its_segment_and_its_cache() -> None:
 
 
 def test_an_evicted_cache_is_of_the_new_weights() -> None:
-    member = Member.from_request(request(), 0, 1)
+    member = SegmentedMember.from_request(request(), 0, 1)
     member.begin("a", 3)
     member.take(event(member, [4], upto=1, cached=0), 3)
     member.end_segment()
@@ -68,7 +76,7 @@ def test_an_evicted_cache_is_of_the_new_weights() -> None:
 
 
 def test_reported_tokens_are_not_reported_again() -> None:
-    member = Member.from_request(request(), 0, 1)
+    member = SegmentedMember.from_request(request(), 0, 1)
     member.begin("a", 1)
     member.take(event(member, [4, 5], upto=2), 1)
     # An aborted segment ends with its last token once more.
@@ -92,7 +100,7 @@ def test_reported_tokens_are_not_reported_again() -> None:
 def test_impossible_events_are_detected(
     tokens: list[int], upto: int, meta: dict[str, Any], error: type[Exception]
 ) -> None:
-    member = Member.from_request(request(), 0, 1)
+    member = SegmentedMember.from_request(request(), 0, 1)
     member.begin("a", 3)
     member.take(event(member, [4], upto=1), 3)
     with pytest.raises(error):
@@ -102,16 +110,16 @@ def test_impossible_events_are_detected(
 
 def test_an_early_end_is_reported_before_its_tokens_are_checked() -> None:
     """It invents a token without a log-probability for a request that it does not take."""
-    member = Member.from_request(request(), 0, 1)
+    member = SegmentedMember.from_request(request(), 0, 1)
     member.begin("a", 3)
     with pytest.raises(ServerRefused, match=r"member 0 .* at 0 of 10 tokens, unasked"):
         member.take(event(member, [4], upto=1, end="abort", output_token_logprobs=[]), 3)
 
 
 def test_an_event_of_no_member_is_an_error() -> None:
-    member = Member.from_request(request(), 0, 1)
+    member = SegmentedMember.from_request(request(), 0, 1)
     member.begin("a", 3)
-    batch = Batch([member])
+    batch = SegmentBatch([member])
     assert batch.member(Meta(id="a")) is member
     assert batch.running == [member]
     member.end_segment()
@@ -124,7 +132,7 @@ def test_an_event_of_no_member_is_an_error() -> None:
 
 def test_partials_are_counted_and_not_reported() -> None:
     had = Partial((4, 5), (-1.0, -2.0), (VersionSpan(0, 2, 7, 7),))
-    member = Member.from_request(request(new=5, partials=(had,), chunk_tokens=2), 0, 1)
+    member = SegmentedMember.from_request(request(new=5, partials=(had,), chunk_tokens=2), 0, 1)
     assert (member.left, member.chunk()) == (3, None)
     member.begin("a", 8)
     member.take(event(member, [6, 7], upto=2, cached=0), 8)
@@ -133,7 +141,7 @@ def test_partials_are_counted_and_not_reported() -> None:
     assert (chunk.start, chunk.tokens, chunk.versions) == (2, [6, 7], [VersionSpan(2, 4, 8, 8)])
     for tokens, finish in (((4, 9), "stop"), ((4,) * 5, "length")):
         over = Partial(tokens, (-1.0,) * len(tokens), (VersionSpan(0, len(tokens), 7, 7),))
-        ended = Member.from_request(request(new=5, partials=(over,)), 0, 1)
+        ended = SegmentedMember.from_request(request(new=5, partials=(over,)), 0, 1)
         assert ended.finish == finish
         last = ended.chunk()
         assert last is not None and (last.tokens, last.finish_reason) == ([], finish)
@@ -141,7 +149,7 @@ def test_partials_are_counted_and_not_reported() -> None:
 
 def test_a_stop_token_of_the_model_alone_is_no_end() -> None:
     """The server also ends at the model's own end token; a request that does not name it goes on."""
-    member = Member.from_request(request(), 0, 1)
+    member = SegmentedMember.from_request(request(), 0, 1)
     member.begin("a", 1)
     member.take(event(member, [4, 2], upto=2, end="stop"), 1)
     member.end_segment()
@@ -154,7 +162,9 @@ def test_a_stop_token_of_the_model_alone_is_no_end() -> None:
 
 
 def test_the_queue_keeps_the_order_of_requests() -> None:
-    members = [Member.from_request(request(2, id=order), index, order) for order in (1, 2, 3) for index in (0, 1)]
+    members = [
+        SegmentedMember.from_request(request(2, id=order), index, order) for order in (1, 2, 3) for index in (0, 1)
+    ]
     line = MemberQueue()
     line.add(members)
     assert line.take(0) == []
@@ -175,7 +185,7 @@ def routed(tokens: list[int]) -> np.ndarray:
     return np.array([[[token, token]] for token in tokens], np.int16)
 
 
-def told(member: Member, **how: bool) -> tuple[list[int], list[int], list[int]]:
+def told(member: SegmentedMember, **how: bool) -> tuple[list[int], list[int], list[int]]:
     """Tokens, rows and rows of the prompt of a member's next chunk."""
     chunk = member.chunk(**how)
     assert chunk is not None
@@ -184,7 +194,7 @@ def told(member: Member, **how: bool) -> tuple[list[int], list[int], list[int]]:
 
 
 def test_only_tokens_with_rows_are_reported() -> None:
-    member = Member.from_request(request(new=7, chunk_tokens=2, routing=True), 0, 1, SHAPE)
+    member = SegmentedMember.from_request(request(new=7, chunk_tokens=2, routing=True), 0, 1, SHAPE)
     member.begin("a", 3)
     assert (member.requested, member.rows_from) == (2, 0), (
         "rows come with the end of a segment: a mark's tokens, no more"
@@ -193,34 +203,34 @@ def test_only_tokens_with_rows_are_reported() -> None:
     assert member.chunk(everything=True) is None
     # Positions 0 and 1 are the prompt's, token 14 was sampled at position 2.
     member.take_rows(routed([1, 2, 14, 15]), 0)
-    member.end_segment(Finish("length"))
+    member.end_segment(SequenceEnd("length"))
     assert (member.finish, told(member)) == ("", ([14, 15], [14, 15], [1, 2]))
     member.begin("b", 3)
     assert (member.requested, member.rows_from) == (2, 4)
     member.take(event(member, [16, 9], upto=2), 3)
     # Others of the batch have begun before: its rows begin with theirs.
     member.take_rows(routed([0, 0, 16, 9]), 2)
-    member.end_segment(Finish("stop"))
+    member.end_segment(SequenceEnd("stop"))
     assert (member.finish, told(member)) == ("stop", ([16, 9], [16, 9], []))
 
 
 @pytest.mark.parametrize("rows", [None, routed([1, 2, 14])])
 def test_tokens_that_came_without_rows_are_sampled_again_if_the_server_was_interrupted(rows: np.ndarray | None) -> None:
-    member = Member.from_request(request(routing=True), 0, 1, SHAPE)
+    member = SegmentedMember.from_request(request(routing=True), 0, 1, SHAPE)
     member.begin("a", 3)
     member.take(event(member, [14, 15, 16], upto=3), 3)
     with pytest.raises(ProtocolError, match=r"3 tokens with [01] routing rows"):
         member.take_rows(rows, 0)
     member.interrupted = True
     member.take_rows(rows, 0)
-    member.end_segment(Finish("abort"))
+    member.end_segment(SequenceEnd("abort"))
     left = [] if rows is None else [14]
     assert (member.tokens, len(member.logprobs), len(member.rows)) == (left, len(left), len(left))
     member.begin("b", 4)
     assert member.rows_from == (0 if rows is None else 3)
     member.take(event(member, [9], upto=1), 4)
     member.take_rows(routed([9] if left else [1, 2, 9]), member.rows_from)
-    member.end_segment(Finish("stop"))
+    member.end_segment(SequenceEnd("stop"))
     assert [*told(member)][:2] == [[*left, 9], [*left, 9]]
     spans = [VersionSpan(0, 1, 3, 3), VersionSpan(1, 2, 4, 3)] if left else [VersionSpan(0, 1, 4, 3)]
     assert member.spans == spans
@@ -228,12 +238,12 @@ def test_tokens_that_came_without_rows_are_sampled_again_if_the_server_was_inter
 
 def test_a_partial_has_its_rows_but_not_those_of_the_prompt() -> None:
     had = Partial((4, 5), (-1.0, -2.0), (VersionSpan(0, 2, 7, 7),), routed([4, 5]).tobytes())
-    member = Member.from_request(request(new=5, partials=(had,), routing=True), 0, 1, SHAPE)
+    member = SegmentedMember.from_request(request(new=5, partials=(had,), routing=True), 0, 1, SHAPE)
     member.begin("a", 8)
     assert member.rows_from == 0
     member.take(event(member, [6, 9], upto=2), 8)
     member.take_rows(routed([1, 2, 94, 95, 6, 9]), 0)
-    member.end_segment(Finish("stop"))
+    member.end_segment(SequenceEnd("stop"))
     assert told(member) == ([6, 9], [6, 9], [1, 2])
     assert member.rows is not None and SHAPE.rows(member.rows.get(0, 4))[:, 0, 0].tolist() == [4, 5, 6, 9]
 
@@ -241,21 +251,21 @@ def test_a_partial_has_its_rows_but_not_those_of_the_prompt() -> None:
 @pytest.mark.parametrize(("start", "prompt"), [(0, [1, 2]), (1, [2]), (2, [])])
 def test_known_rows_of_a_prompt_are_not_requested_again(start: int, prompt: list[int]) -> None:
     asked = request(2, new=3, routing=True, rows_from=start, chunk_tokens=1)
-    members = [Member.from_request(asked, index, 1, SHAPE) for index in (0, 1)]
+    members = [SegmentedMember.from_request(asked, index, 1, SHAPE) for index in (0, 1)]
     for member in members:
         member.begin("ab"[member.index], 3)
-    batch = Batch(members)
+    batch = SegmentBatch(members)
     assert batch.rows_from == start
     for member in members:
         member.take(event(member, [14], upto=1), 3)
         member.take_rows(routed([*prompt, 14]), batch.rows_from)
-        member.end_segment(Finish("length"))
+        member.end_segment(SequenceEnd("length"))
         assert told(member) == ([14], [14], prompt)
     # One goes on; the other's cache is made anew, and it has its prompt's rows all the same.
     members[1].recompute(4)
     for member in members:
         member.begin("cd"[member.index], 4)
-    assert Batch(members).rows_from == 3
+    assert SegmentBatch(members).rows_from == 3
 
 
 SWAPS = st.sampled_from(["none", "keep", "recompute"])
@@ -266,7 +276,7 @@ def test_a_completion_is_complete_after_any_interruptions(pieces: list[tuple[int
     """Segments of any length between swaps and pauses: chunks make up the completion, versions cover it and only
     grow, and a cache is never newer than the weights."""
     asked = request(new=20, chunk_tokens=every)
-    member, version, assembly = Member.from_request(asked, 0, 1), 1, Assembly()
+    member, version, assembly = SegmentedMember.from_request(asked, 0, 1), 1, Assembly()
     assembly.expect(asked)
     whole = None
     sampled: list[int] = []
@@ -359,14 +369,14 @@ def test_a_call_requests_the_rows_that_one_member_lacks(tmp_path: Path) -> None:
     shape = reader(tmp_path).shape
     had = Partial((4, 5), (-1.0, -2.0), (VersionSpan(0, 2, 7, 7),), bytes(2 * shape.row_bytes))
     members = [
-        Member.from_request(request_with_rows(partials=(had, None), chunk_tokens=4), index, 1, shape)
+        SegmentedMember.from_request(request_with_rows(partials=(had, None), chunk_tokens=4), index, 1, shape)
         for index in (0, 1)
     ]
 
     def asked() -> tuple[Any, ...]:
         for member in members:
             member.begin(f"s{member.index}", 7)
-        body = request_body(Batch(members), seeded=False)
+        body = request_body(SegmentBatch(members), seeded=False)
         lengths = [params["max_new_tokens"] for params in body["sampling_params"]]
         return body["return_routed_experts"], body["routed_experts_start_len"], lengths, body["input_ids"]
 
@@ -374,9 +384,9 @@ def test_a_call_requests_the_rows_that_one_member_lacks(tmp_path: Path) -> None:
     for member in members:
         member.has_prompt_rows = True
     assert asked()[1] == 2, "the second has no token yet"
-    plain = Member.from_request(request_with_rows(routing=False), 0, 1, shape)
+    plain = SegmentedMember.from_request(request_with_rows(routing=False), 0, 1, shape)
     plain.begin("s", 7)
-    assert "return_routed_experts" not in request_body(Batch([plain]), seeded=False)
+    assert "return_routed_experts" not in request_body(SegmentBatch([plain]), seeded=False)
 
 
 def test_the_server_records_rows_only_if_configured() -> None:

@@ -35,7 +35,7 @@ from relax_rt.roles.rollout.engines.sglang.options import (
     server_options,
     user_options,
 )
-from relax_rt.roles.rollout.engines.sglang.server import Server, ServerDied, ServerSpec, log_position, read_tail
+from relax_rt.roles.rollout.engines.sglang.server import ServerDied, ServerSpec, SglangServer, log_position, read_tail
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError
 
@@ -67,7 +67,7 @@ def stand_in(
     script: str,
     on_exit: Callable[[RelaxError], None] = lambda _: None,
     tell: Callable[[str], None] = lambda _: None,
-) -> Server:
+) -> SglangServer:
     """A server whose interpreter runs `script` in the shell instead; $PORT and $NAME are those of the start."""
     python = tmp_path / "python"
     python.write_text(
@@ -82,7 +82,7 @@ def stand_in(
     def options(boot: Boot) -> dict[str, Option]:
         return {"port": boot.port, "served-model-name": boot.name, "config": str(boot.secrets)}
 
-    return Server(place, tmp_path, options, on_exit, tell)
+    return SglangServer(place, tmp_path, options, on_exit, tell)
 
 
 def answering(tmp_path: Path, name: str = "$NAME") -> str:
