@@ -72,7 +72,7 @@ COMMANDS: dict[str, dict[str, str]] = {
             "Model, data and reward are read only if the quick checks find nothing. Exit code: 0 the config is "
             "valid, 2 it is not."
         ),
-        "prepare:sample": (
+        "sample:sample": (
             "Sample a few completions without training: show rendered prompt, tokens, loss mask, completion and reward."
         ),
         "prepare:plan": (

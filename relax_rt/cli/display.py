@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from relax_rt.config.schema import Chosen
+if TYPE_CHECKING:
+    from relax_rt.config.schema import Chosen
 
 PIPE_WIDTH = 240
 LABEL_WIDTH = 12

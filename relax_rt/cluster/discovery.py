@@ -131,7 +131,7 @@ def _at_run_dir(run_dir: Path, name: str) -> tuple[RunDiscovery, AddressResolver
     if not run.alive:
         status = run.record.get("status", "over")
         raise NoRun(
-            f"no run lives in {run_dir}", why=f"run {run.paths.run_id}: {status}", hint="`relax-rt up` resumes it"
+            f"no live run in {run_dir}", why=f"run {run.paths.run_id}: {status}", hint="`relax-rt up` resumes it"
         )
     paths = run.paths
     if not (paths.socket_dir / FILE).exists():

@@ -1,6 +1,6 @@
 """Client of a run's agent, by run directory; synchronous, for the command line and for tests.
 
-Functions raise NoRun where no run lives in the directory, Unreachable where its agent does not answer, and Refused
+Functions raise NoRun where no live run in the directory, Unreachable where its agent does not answer, and Refused
 where the agent refuses the request (see AgentApi for its reasons).
 """
 
@@ -28,7 +28,7 @@ POLL_S = 0.05
 
 
 class NoRun(BadInput):
-    """No run lives in this directory."""
+    """No live run in this directory."""
 
 
 class FoundRun(msgspec.Struct, frozen=True):
@@ -151,7 +151,7 @@ def _living(run_dir: Path) -> FoundRun:
     if not run.alive:
         final = _final(run)
         raise NoRun(
-            f"no run lives in {run_dir}",
+            f"no live run in {run_dir}",
             why=f"run {final.run_id} is over: {final.status}" + (f", {final.reason}" if final.reason else ""),
             hint="`relax-rt up` resumes it",
         )

@@ -63,7 +63,7 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def test_every_fault_is_told_with_its_end_and_the_run_goes_on(toys: ToyRun) -> None:
+def test_every_fault_is_reported_with_its_end_and_the_run_continues(toys: ToyRun) -> None:
     lasting = {"kill": 0.0, "stop": 0.5, "overtake": 0.5, "disk": 0.2}
     strikes = [
         ScheduledFault(
@@ -93,7 +93,7 @@ def test_every_fault_is_told_with_its_end_and_the_run_goes_on(toys: ToyRun) -> N
     assert violations(run_checks(read_evidence(toys.run_dir))) == []
 
 
-def test_what_was_stopped_goes_on_when_chaos_itself_is_killed(toys: ToyRun) -> None:
+def test_what_was_stopped_continues_when_chaos_itself_is_killed(toys: ToyRun) -> None:
     command = [RELAX, "chaos", str(toys.run_dir), "--at-once", "stop:idler/0:60s"]
     pid = next(s.pid for s in toys.ready().slots if s.slot == "idler/0")
     chaos = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -120,7 +120,7 @@ def test_what_cannot_be_asked_for_is_refused_in_words(toys: ToyRun) -> None:
         assert all(word in done.stderr for word in words), done.stderr
     assert toys.end() == 0
     done = relax("chaos", run)
-    assert done.returncode == 2 and "no run lives" in done.stderr
+    assert done.returncode == 2 and "no live run" in done.stderr
     done = relax("chaos", run, "--check", "--json")
     assert done.returncode == 0, done.stdout
     assert json.loads(done.stdout)["ok"]

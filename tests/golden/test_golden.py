@@ -61,7 +61,7 @@ def test_no_help_is_left_of_a_command_that_is_gone() -> None:
 
 
 @pytest.mark.parametrize("columns", ["40", "300"])
-def test_every_mistake_of_a_config_is_told_at_once(
+def test_every_mistake_of_a_config_is_reported_at_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
 ) -> None:
     monkeypatch.chdir(HERE)
@@ -72,7 +72,7 @@ def test_every_mistake_of_a_config_is_told_at_once(
     compare("mistakes.txt", err)
 
 
-def test_the_first_syntax_error_of_a_config_is_told_alone(
+def test_the_first_syntax_error_of_a_config_is_reported_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(HERE)

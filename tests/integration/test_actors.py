@@ -57,7 +57,7 @@ async def test_calls_from_a_program_and_from_a_role(run: LiveRun) -> None:
             assert set(members.by_slot) == {"reward2/0", "reward2/1"}
     await asyncio.to_thread(control.stop, run.run_dir, wait_s=120)
     assert run.ends() == 0 and run.left() == []
-    with pytest.raises(NoRun, match="no run lives in"):
+    with pytest.raises(NoRun, match="no live run in"):
         async with relax_rt.cluster.discovery.connect(run.run_dir):
             pass
 

@@ -204,7 +204,7 @@ def test_leaving_the_live_screen_of_attach(toys: Toys) -> None:
     terminal.shows("worker/0")
     terminal.press(b"\x03")
     assert terminal.ends() == 130
-    assert "the run goes on" in terminal.text
+    assert "the run continues" in terminal.text
     assert toys.states("worker") == {"worker/0": "ready"}
     toys.call("down")
 
@@ -217,7 +217,7 @@ def test_attach_follows_and_leaves_the_run_alone(toys: Toys) -> None:
     with watching.stdout:
         assert "toy is running" in watching.stdout.readline()
         watching.send_signal(signal.SIGINT)
-        assert "the run goes on" in watching.stdout.read()
+        assert "the run continues" in watching.stdout.read()
         assert watching.wait(WAIT_S) == 130
     assert toys.states("worker") == {"worker/0": "ready"}
     watching = toys.popen("attach", "--plain")
@@ -228,7 +228,7 @@ def test_attach_follows_and_leaves_the_run_alone(toys: Toys) -> None:
         told = watching.stdout.read()
         assert watching.wait(WAIT_S) == 0
     assert "toy is stopped: relax-rt down" in told
-    assert "no run lives" in toys.run("attach").stderr
+    assert "no live run" in toys.run("attach").stderr
 
 
 @of("[roles.worker]\ncount = 2\n[roles.aide]")
@@ -325,7 +325,7 @@ def test_down_says_what_it_waits_for_and_is_overruled_by_now(toys: Toys) -> None
     assert "stubborn/0 stopping" in second and "at the latest" in second
     waiting.send_signal(signal.SIGINT)
     rest, _ = waiting.communicate(timeout=WAIT_S)
-    assert waiting.returncode == 130 and "goes on ending" in rest
+    assert waiting.returncode == 130 and "keeps ending" in rest
     assert toys.states("stubborn") == {"stubborn/0": "stopping"}
     waiting = toys.popen("down")
     assert waiting.stdout is not None and "at most" in waiting.stdout.readline()

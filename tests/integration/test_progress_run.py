@@ -167,8 +167,8 @@ def test_an_item_whose_reward_never_returns_is_retired_and_the_run_goes_on(make:
     item = until_passed_over(run)
     told = shown(run, "retired")
     assert SLEEPER in told and "reward.timeout_s = 2 s" in told and "progress.kept_items" in told
-    # Taken back from the command line while the run lives: it is tried again, and is late again.
-    run.until("a queue that takes it back", lambda: shown(run, "reinstate", item) == f"tried again: {item}\n")
+    # Taken back from the command line while the run lives: it is sampled again, and is late again.
+    run.until("a queue that takes it back", lambda: shown(run, "reinstate", item) == f"reinstated: {item}\n")
     assert [event["item"] for event in run.events("item_reinstated")] == [item]
     run.until("the item to be late again", lambda: len(run.events("item_retired")) == 2)
     run.down()

@@ -29,7 +29,7 @@ MAX_EVENT_BYTES = 256 << 20
 """Bound of one event: tokens and log-probabilities of some steps of a sequence, and at its end its routing rows."""
 
 
-class Finish(msgspec.Struct, frozen=True):
+class SequenceEnd(msgspec.Struct, frozen=True):
     """How a sequence ended: stop, length, or abort with a message."""
 
     type: str
@@ -58,7 +58,7 @@ class Meta(msgspec.Struct, frozen=True):
     """
 
     id: str
-    finish_reason: Finish | None = None
+    finish_reason: SequenceEnd | None = None
     completion_tokens: int = 0
     cached_tokens: int = 0
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []

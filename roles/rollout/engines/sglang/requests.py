@@ -23,8 +23,8 @@ from relax_rt.roles.rollout.engines.routing import RoutingShape, RowBuffer, cano
 from relax_rt.roles.rollout.engines.sglang.client import (
     LARGE_BYTES,
     MAX_EVENT_BYTES,
-    Finish,
     Meta,
+    SequenceEnd,
     ServerRefused,
     StreamEvent,
 )
@@ -186,7 +186,7 @@ class SegmentedMember:
             self.has_prompt_rows = True
         self.rows.extend(encode_rows(rows[first - start :][:new]))
 
-    def end_segment(self, end: Finish | None = None) -> None:
+    def end_segment(self, end: SequenceEnd | None = None) -> None:
         """End the running segment; `finish` then says whether the member has ended, too.
 
         Args:
@@ -208,7 +208,7 @@ class SegmentedMember:
         if end.type != STOP or not new:
             raise self._ended_early(end)
 
-    def _ended_early(self, end: Finish) -> ServerRefused:
+    def _ended_early(self, end: SequenceEnd) -> ServerRefused:
         had, wanted = len(self.tokens), self.request.max_new_tokens
         return ServerRefused(
             f"request {self.request.id}, member {self.index} on the SGLang server",

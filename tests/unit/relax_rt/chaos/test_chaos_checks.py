@@ -417,7 +417,7 @@ def test_a_trainer_that_rightly_begins_elsewhere_is_no_breach(doctor: Doctor) ->
     assert [v for v in violations(run_checks(evidence)) if v.check == "checkpoint_recovery"] == []
 
 
-def test_a_fall_back_is_seen_by_epochs_where_no_beginning_is_told() -> None:
+def test_a_fall_back_is_seen_by_epochs_where_no_beginning_is_reported() -> None:
     evidence = well()
     one_checkpoint_too_old(evidence)
     without_words(evidence, 4)
@@ -465,7 +465,7 @@ def test_who_was_overtaken_and_refused_nothing_shows_nothing() -> None:
     assert not_shown() == []
 
 
-def test_epochs_of_several_slots_may_be_told_in_any_order() -> None:
+def test_epochs_of_several_slots_may_be_reported_in_any_order() -> None:
     evidence = well()
     rollout, trainer = (event(evidence, "epoch_issued", slot=slot) for slot in ("rollout/0", "trainer/0"))
     a, b = evidence.events.index(rollout), evidence.events.index(trainer)
@@ -508,7 +508,7 @@ def test_a_run_stopped_by_hand_is_not_asked_for_its_target() -> None:
     assert (end.not_judged, end.violations) == ("it was stopped at step 6", [])
 
 
-def test_a_run_that_goes_on_is_not_asked_for_its_end() -> None:
+def test_a_run_that_continues_is_not_asked_for_its_end() -> None:
     evidence = well()
     evidence.ended, evidence.status, evidence.target = False, "running", 100
     assert violations(run_checks(evidence)) == []

@@ -25,7 +25,7 @@ def test_a_journal_that_is_not_there_is_not_an_empty_one(tmp_path: Path) -> None
     assert (has, writes, why) == (True, [], "")
 
 
-def test_damage_of_an_ended_run_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_of_an_ended_run_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
 
     def corrupt(self: Journal) -> None:

@@ -56,7 +56,7 @@ def test_a_process_of_somebody_else_is_left_alone(
 
 
 @pytest.mark.parametrize(("state", "temporary"), [("backoff", True), ("ended", False)])
-def test_a_slot_between_two_processes_is_told_apart_from_one_that_is_over(
+def test_a_slot_between_two_processes_is_distinguished_from_one_that_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, temporary: bool
 ) -> None:
     slot = SlotStatus(slot="trainer/0", kind="trainer", tier=40, state=state, epoch=3, pid=0)
@@ -76,7 +76,7 @@ def test_its_own_process_is_killed(
     assert process.wait(120) == -9
 
 
-def test_what_fails_after_it_was_told_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_fails_after_its_event_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise Refused("cannot inject", why="its host does not listen")
 

@@ -83,7 +83,7 @@ def test_the_spread_over_the_seeds_widens_it() -> None:
     assert found.high == pytest.approx(2.92 * 0.1 / 3**0.5) and not found.inside and not found.apart
 
 
-def test_a_control_that_is_not_told_apart_spoils_the_verdict() -> None:
+def test_a_control_that_is_not_distinguished_spoils_the_verdict() -> None:
     same = interval([Pair(seed, Score(600, 1000), Score(600, 1000)) for seed in range(4)])
     assert conclude(same, {}).reasons == ["there is no negative control"]
     assert "not told apart" in conclude(same, {"broken": same}).reasons[0]
@@ -114,7 +114,7 @@ def evidence(kills: dict[str, int], *, status: str = "finished") -> Evidence:
     )
 
 
-def test_what_a_run_says_is_taken_and_what_it_was_not_is_told() -> None:
+def test_what_a_run_says_is_used_and_what_it_was_not_is_reported() -> None:
     ran = equivalence.Ran(seed=1, arm=equivalence.CHAOS)
     equivalence.take(ran, evidence({"queue": 2, "trainer": 2}))
     assert (ran.before, ran.half, ran.after) == (Score(250, 1000), Score(400, 1000), Score(600, 1000))

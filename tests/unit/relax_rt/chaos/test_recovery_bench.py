@@ -34,7 +34,7 @@ def test_rollouts_that_make_nothing_while_there_is_room_are_idle() -> None:
     assert cases.idle_s(looks(still), {"rollout/0": busy["rollout/0"]}, 0.0, 2.0) == pytest.approx(1.0)
 
 
-def test_a_counter_that_grows_is_work_only_where_nothing_was_told() -> None:
+def test_a_counter_that_grows_is_work_only_where_nothing_was_reported() -> None:
     """A long sequence is counted before it is made; one that was made at once hides no pause after it."""
     grown = [0] * 40 + [900]
     assert cases.idle_s(looks(grown), {}, 0.0, 2.0) == 0.0
@@ -72,7 +72,7 @@ def test_an_ettr_without_its_faults_does_not_hold() -> None:
     assert {r["name"].strip(): r["ours"] for r in whole}["checkpoints a step, undisturbed"] == 0.05
 
 
-def test_detection_is_told_from_the_kill_too_and_may_be_negative() -> None:
+def test_detection_is_reported_from_the_kill_too_and_may_be_negative() -> None:
     back = Recovery(number=1, fault="kill", slot="reward/0", at=5.0, exited_s=0.010, ready_s=0.6, worked_s=0.7)
     killed = [cases.Killed(recovery=back, ended_s=0.012, seen_s=-0.002)]
     rows = {r["name"].partition(": ")[2]: r for r in recovery.rows_of("reward/0", killed, "no model")}

@@ -342,9 +342,7 @@ def test_down_of_a_run_that_is_over_is_done(capsys: Capture) -> None:
     assert code == 2 and "is not a duration" in err
 
 
-def test_up_of_a_living_run_is_refused_before_its_data_is_read(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_up_of_a_live_run_is_refused_before_its_data_is_read(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relax_rt.roles.job.job.RLJob.preflight", lambda *_: pytest.fail("the slow checks were made"))
     call(capsys, "init", ".")
     make_run("mine", alive=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from relax_rt.cli import display, prepare, ps
+from relax_rt.cli import display, ps, sample
 from relax_rt.cli.ps import SlotFigures
 from relax_rt.config.job import TriedSample
 from relax_rt.interfaces.agent import Diagnosis, RunStatus, SlotStatus
@@ -83,8 +83,8 @@ def a_sample(**fields: Any) -> TriedSample:
 
 def samples_shown(monkeypatch: pytest.MonkeyPatch, *samples: TriedSample) -> str:
     out = io.StringIO()
-    monkeypatch.setattr(prepare, "console_for_output", lambda: Console(file=out, width=40, highlight=False))
-    prepare.show_samples(samples)
+    monkeypatch.setattr(sample, "console_for_output", lambda: Console(file=out, width=40, highlight=False))
+    sample.show_samples(samples)
     return out.getvalue()
 
 
@@ -104,9 +104,9 @@ def test_a_sample_is_shown_whole_and_as_it_is(monkeypatch: pytest.MonkeyPatch) -
     assert "\x1b" not in said and "4\\x1b[2J" in said
 
 
-def test_masks_are_told_by_their_runs() -> None:
-    assert prepare.run_lengths([0, 0, 1, 0, 1, 1, 1]) == "0x2 1x1 0x1 1x3"
-    assert prepare.run_lengths([]) == ""
+def test_masks_are_reported_by_their_runs() -> None:
+    assert sample.run_lengths([0, 0, 1, 0, 1, 1, 1]) == "0x2 1x1 0x1 1x3"
+    assert sample.run_lengths([]) == ""
 
 
 def of_slots(*slots: SlotStatus) -> RunStatus:

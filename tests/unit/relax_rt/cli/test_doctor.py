@@ -214,7 +214,7 @@ def test_ports_that_settings_name_must_be_free() -> None:
         assert list(doctor._named_ports(table)) == [("gateway.port", port)]
 
 
-def test_an_interpreter_without_the_package_is_told(tmp_path: Path) -> None:
+def test_an_interpreter_without_the_package_is_reported(tmp_path: Path) -> None:
     bad = tmp_path / "python"
     bad.write_text("#!/bin/sh\necho 'ModuleNotFoundError: no relax_rt' >&2\nexit 1\n")
     bad.chmod(0o700)

@@ -111,7 +111,7 @@ def test_prometheus_text() -> None:
     assert order == sorted(order, key=names.index)
 
 
-def test_prometheus_tells_the_time_left() -> None:
+def test_prometheus_reports_the_time_left() -> None:
     lines = prometheus_text(STATUS, {}, Estimate(3, 20, step_s=2.5, left_s=42.5, measured=3)).splitlines()
     labels = '{run="t\\"wo"}'
     total_s = STATUS.uptime_s + 42.5

@@ -132,7 +132,7 @@ def test_a_template_survives_what_the_record_lacks() -> None:
     assert headline.lines({"kind": "step"}) == []
 
 
-def test_a_column_without_a_title_is_told_of_in_lines_alone() -> None:
+def test_a_column_without_a_title_is_reported_in_lines_alone() -> None:
     columns = [
         Column("cold", "loss", "", line="step {step} loss {loss:.1f}"),
         Column("cold", "validation", "", line="step {step} validation {validation:.1f}"),

@@ -54,7 +54,7 @@ EVENTS = [
 ]
 
 
-def test_the_newest_count_of_each_cause_of_this_start_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_newest_count_of_each_cause_of_this_start_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     found = explain(EVENTS, RUNNING)
     assert [(loss.task, loss.members) for loss in found.losses] == [("reward", 64), ("", 3)]
     show_why(found)
@@ -74,7 +74,7 @@ def test_a_run_that_loses_nothing_is_as_before(capsys: pytest.CaptureFixture[str
     assert "No role has failed since the run was started." in out and "lost" not in out and "Retired" not in out
 
 
-def test_items_stay_retired_through_starts_until_they_are_taken_back() -> None:
+def test_items_stay_retired_through_starts_until_they_are_reinstated() -> None:
     losses = Losses()
     for one in EVENTS:
         losses.update(one)
@@ -156,7 +156,7 @@ def test_ps_of_a_run_that_has_ended_reads_the_rotated_files_too(
 
 
 @pytest.mark.parametrize("row", [0, 8])
-def test_ps_of_a_run_that_lives_asks_its_queue(
+def test_ps_of_a_run_that_is_live_asks_its_queue(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], row: int
 ) -> None:
     """The log says 8 groups in a row; whether that goes on is known to the queue."""
@@ -236,7 +236,7 @@ def test_the_beginning_of_an_id_is_enough_if_no_other_retired_item_begins_so(
     assert asked == ["3fa91c", "b07"], "nothing is taken back unless all are clear"
 
 
-def test_an_ended_run_lists_its_items_and_says_how_they_are_taken_back(run_dir: Path) -> None:
+def test_an_ended_run_lists_its_items_and_says_how_they_are_reinstated(run_dir: Path) -> None:
     assert [one.item for one in progress_report(run_dir).retired] == ["q7"]
     with pytest.raises(BadInput, match="cannot be reached") as caught:
         reinstate_items(run_dir, ["q7"])

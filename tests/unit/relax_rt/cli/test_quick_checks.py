@@ -107,7 +107,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_validate_tells_it_before_it_touches_anything(folder: Path, name: str) -> None:
+def test_validate_reports_it_before_it_touches_anything(folder: Path, name: str) -> None:
     (folder / "bare").mkdir()
     (folder / "bare" / "config.json").write_text("{}")
     (folder / "bare" / "model.safetensors").write_text("")
@@ -131,7 +131,7 @@ COMMANDS: Sequence[Sequence[str]] = (
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_that_takes_a_config_tells_all_of_them_at_once(folder: Path, command: Sequence[str]) -> None:
+def test_every_command_that_takes_a_config_reports_all_of_them_at_once(folder: Path, command: Sequence[str]) -> None:
     wrong = ["algorithm.stepz=1", "sampling.top_p=0.5", 'data.path="nowhere.jsonl"', 'reward.function="reward.py:f"']
     seen = Seen(folder, *command, "roles.toml", *(word for one in wrong for word in ("--set", one)))
     said = seen.out + seen.err

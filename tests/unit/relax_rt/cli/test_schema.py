@@ -33,7 +33,7 @@ def test_what_is_described_are_the_defaults() -> None:
         assert settings(**roles.get(kind, {})) == settings(), kind
 
 
-def test_every_key_of_a_role_is_told() -> None:
+def test_every_key_of_a_role_is_reported() -> None:
     text = as_toml(load_job("rl"))
     for name in RoleSettings.model_fields:
         assert f"\n{name} = " in text or f"\n# {name} is not set" in text

@@ -110,7 +110,7 @@ def test_plain_lines_tell_steps_evaluations_and_restarts(run: Run) -> None:
     assert out.getvalue().endswith("\n\nthe end\n")
 
 
-def test_each_slot_is_told_once_when_it_is_ready_for_the_first_time(run: Run) -> None:
+def test_each_slot_is_reported_once_when_it_is_ready_for_the_first_time(run: Run) -> None:
     screen, out = plain(run, Clock())
     run.event("slot_spawned", 1000.5, slot="rollout/0", epoch=3, pid=7)
     run.event("slot_ready", 1002.3, slot="rollout/0", epoch=3)
@@ -168,7 +168,7 @@ def test_a_silent_run_says_what_it_waits_for(run: Run) -> None:
     assert told(out)[1:] == ["running  rollout/0 starting (loading); trainer/0 waits: whole groups"]
 
 
-def test_the_end_of_a_run_is_told_with_its_reason(run: Run) -> None:
+def test_the_end_of_a_run_is_reported_with_its_reason(run: Run) -> None:
     screen, out = plain(run, Clock())
     run.event("run_draining", 1001.0, reason="trainer/0 failed 6 times", exit_code=1)
     show(screen, status(slot("trainer/0"), state="draining", reason="trainer/0 failed 6 times"))
@@ -178,7 +178,7 @@ def test_the_end_of_a_run_is_told_with_its_reason(run: Run) -> None:
     ]
 
 
-def test_close_tells_what_was_written_last_and_once(run: Run) -> None:
+def test_close_reports_what_was_written_last_and_once(run: Run) -> None:
     screen, out = plain(run, Clock())
     screen.update(status(slot("trainer/0")))
     run.metric("step", 1001.0, step=10, reward_mean=0.5)

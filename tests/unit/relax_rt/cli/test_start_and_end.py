@@ -19,7 +19,7 @@ def status(waiting: str, state: str = "pending") -> RunStatus:
     return RunStatus(run_id="ab", name="r", run_dir="/r", status="starting", slots=[slot])
 
 
-def test_a_reason_to_wait_is_told_when_it_changes() -> None:
+def test_a_reason_to_wait_is_reported_when_it_changes() -> None:
     said: list[str] = []
     reasons = WaitingReasons(said.append)
     assert reasons.update(status("node b has not joined"))
@@ -71,7 +71,7 @@ def test_down_says_at_once_who_is_waited_for_how_long_at_most_and_how_to_end_it_
     assert "step 12 was done 3m 10s ago; a step takes 3m 30s here" in second
 
 
-def test_down_tells_again_when_it_is_another_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_down_reports_again_when_it_is_another_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     same, other = [trainer()], [SlotStatus(slot="reward/0", kind="reward", tier=40, state="stopping")]
     run = Ending(monkeypatch, same, same, same, other, [])
     assert wait_until_ended(Path("runs/r"), 660.0, run.said.append)
@@ -84,6 +84,6 @@ def test_down_of_a_run_that_is_gone_at_once_says_nothing(monkeypatch: pytest.Mon
     assert wait_until_ended(Path("runs/r"), 660.0, run.said.append) and not run.said
 
 
-def test_one_deadline_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_deadline_is_reported_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     Ending(monkeypatch, [trainer(kill_s=564.8)])
     assert "killed in 9m 25s at the latest" in ending_slots(Path("runs/r"))[1]

@@ -141,9 +141,7 @@ def status(name: str, state: str = "running") -> RunStatus:
 
 
 @pytest.mark.parametrize("padding", [0, HEAD_BYTES // 8])
-def test_a_living_run_is_estimated_with_the_evaluation_at_its_end(
-    padding: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_live_run_is_estimated_with_the_evaluation_at_its_end(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the file is so long that only its beginning and its end are read."""
     ran("mine", steps=40, padding=padding)
     monkeypatch.setattr(time_left.time, "time", lambda: 1e9 + 120.0)
@@ -158,7 +156,7 @@ def test_a_run_that_has_ended_or_left_no_config_is_not_estimated() -> None:
     assert estimate_of(status("nowhere")) is None
 
 
-def test_ps_tells_it_to_people_and_programs(
+def test_ps_reports_it_to_people_and_programs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran("mine", steps=40)

@@ -87,7 +87,7 @@ def test_one_slot_or_one_kind() -> None:
     assert explain(EVENTS, RUNNING, "roll").deaths == []
 
 
-def test_what_is_told_is_bounded_to_the_newest() -> None:
+def test_what_is_reported_is_bounded_to_the_newest() -> None:
     many = [
         e
         for n in range(100)
@@ -190,7 +190,7 @@ def reopened(t: float, group: int, *, holder: str = "rollout/0#1", **fields: Any
     return {**event(t, "group_reopened", group=group, holder=holder), **state, **fields, "by": "queue/0#3"}
 
 
-def test_what_becomes_of_the_sequences_of_a_dead_rollout_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_becomes_of_the_sequences_of_a_dead_rollout_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     told = [
         event(10.0, "run_started"),
         # It gave this one back in good order.
@@ -216,7 +216,7 @@ def test_what_becomes_of_the_sequences_of_a_dead_rollout_is_told(capsys: pytest.
     assert alone.affected == [], "another's"
 
 
-def test_why_samples_could_not_be_made_is_told() -> None:
+def test_why_samples_could_not_be_made_is_reported() -> None:
     told = [
         event(10.0, "run_started"),
         exited(20.0, "env/0", "SIGSEGV", "killed"),
@@ -258,7 +258,7 @@ def test_what_may_be_of_another_failure_says_so(capsys: pytest.CaptureFixture[st
     assert "or caused by the end of rollout/0" in capsys.readouterr().out
 
 
-def test_a_fault_that_stands_with_its_failure_is_not_told_again() -> None:
+def test_a_fault_that_stands_with_its_failure_is_not_reported_again() -> None:
     fault = {"name": "kill", "seed": 7, "by": "chaos"}
     told = [
         event(10.0, "run_started"),
@@ -295,7 +295,7 @@ def test_a_gang_is_one_failure_of_all_its_ranks() -> None:
     assert incident.away_s == pytest.approx(6.0)
 
 
-def test_escalation_is_told_step_by_step() -> None:
+def test_escalation_is_reported_step_by_step() -> None:
     told = [
         event(10.0, "run_started"),
         exited(20.0, "rollout/1", "broke"),
@@ -385,7 +385,7 @@ def test_a_reason_that_comes_again_is_counted(capsys: pytest.CaptureFixture[str]
     assert "3 times until" in out and "3 times, not back; last: exception: as above" in out
 
 
-def test_an_earlier_reason_of_the_role_that_ended_the_run_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_earlier_reason_of_the_role_that_ended_the_run_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     told, ended = ended_by_trainer("the disk was full", FOLDER)
     told = [e for e in told if e.get("slot") != "rollout/1"]
     show_why(explain(told, ended))

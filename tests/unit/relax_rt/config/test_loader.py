@@ -223,7 +223,7 @@ def test_key_of_another_table_is_named(write: Callable[[str], Path]) -> None:
         ("algorithm.beta", 'loss = { name = "dpo", beta = 0.1 }, or kl = { name = "k3", coefficient = 0.001 }'),
     ],
 )
-def test_a_key_with_several_homes_or_of_another_trainer_is_told_what_to_write(
+def test_a_misplaced_key_or_one_of_another_trainer_gets_a_hint(
     write: Callable[[str], Path], key: str, hint: str
 ) -> None:
     with pytest.raises(ConfigErrors) as caught:

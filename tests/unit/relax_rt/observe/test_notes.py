@@ -31,14 +31,14 @@ def test_empty_steps_are_a_warning_with_what_helps() -> None:
     assert note.text == f"3 consecutive steps trained nothing: {why} more than one value"
 
 
-def test_others_are_not_told() -> None:
+def test_others_are_not_reported() -> None:
     story = EventNotes()
     assert story.note({"t": 1.0, "kind": "epoch_issued"}) is None
     assert story.note({"t": 1.0}) is None
     assert story.note({"t": 1.0, "kind": ["no", "word"]}) is None
 
 
-def test_a_start_is_told_once_and_only_if_it_was_seen() -> None:
+def test_a_start_is_reported_once_and_only_if_it_was_seen() -> None:
     starts = StartTimes()
     assert starts.update({"t": 1.0, "kind": "slot_ready", "slot": "a/0"}) == ""
     assert starts.update({"t": 2.0, "kind": "slot_spawned", "slot": "b/0"}) == ""
@@ -47,7 +47,7 @@ def test_a_start_is_told_once_and_only_if_it_was_seen() -> None:
     assert starts.update({"t": 7.0, "kind": "slot_ready", "slot": "b/0"}) == ""
 
 
-def test_what_may_come_at_each_step_is_told_once() -> None:
+def test_what_may_come_at_each_step_is_reported_once() -> None:
     story = EventNotes()
     notes = [story.note({"t": float(n), "kind": "weights_save_failed", "version": n, "why": "full"}) for n in (1, 2, 3)]
     assert [note is not None for note in notes] == [True, False, False]
@@ -71,7 +71,7 @@ def test_slots_that_end_with_the_run_by_request_are_no_failures() -> None:
     assert late is not None and late.tone == "warning"
 
 
-def test_a_second_request_is_told_once_and_its_kills_are_not() -> None:
+def test_a_second_request_is_reported_once_and_its_kills_are_not() -> None:
     story = EventNotes()
     story.note({"t": 1.0, "kind": "run_draining", "reason": "Ctrl-C", "exit_code": 130})
     again = story.note({"t": 2.0, "kind": "run_ending_already", "reason": "Ctrl-C again"})

@@ -57,7 +57,7 @@ def test_all_roles_of_a_cpu_have_what_it_computes_fast(cpu: str) -> None:
     assert set(dtypes(config(roles), cpu).values()) == {cpu}
 
 
-def test_what_is_told_wins_and_published_weights_have_one_dtype() -> None:
+def test_a_configured_dtype_wins_and_published_weights_have_one_dtype() -> None:
     told = RolloutSettings(dtype="float32")
     assert dtypes(config({"rollout": told})) == {"rollout": "float32", "trainer": "bfloat16", "evaluator": "float32"}
     # Whichever of them names it.
@@ -187,7 +187,7 @@ def test_a_resumed_run_keeps_the_dtype_that_it_began_with(toml: Path, monkeypatc
     assert other.roles["rollout"].dtype == "bfloat16", "a new run asks anew"
 
 
-def test_a_resumed_run_goes_on_in_another_dtype_if_told(toml: Path) -> None:
+def test_a_resumed_run_continues_in_another_dtype_if_configured(toml: Path) -> None:
     told = [f'roles.{kind}.dtype="bfloat16"' for kind in ("rollout", "trainer", "evaluator")]
     run_dir = begun(toml, *told)
     assert load_config(toml).roles["trainer"].dtype == "bfloat16", "also one that was told"

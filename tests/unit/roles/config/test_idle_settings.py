@@ -90,7 +90,7 @@ def test_what_has_an_effect_passes(toml: Path, overrides: list[str]) -> None:
     assert problems(toml, *overrides) == {}
 
 
-def test_rounding_without_sending_is_told_but_may_be_meant(toml: Path) -> None:
+def test_rounding_without_sending_is_reported_but_may_be_meant(toml: Path) -> None:
     def told(*overrides: str) -> bool:
         config = load_config(toml, overrides)
         assert isinstance(config, RLConfig)

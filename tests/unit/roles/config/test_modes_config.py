@@ -152,7 +152,7 @@ def test_a_judge_is_tried_out_before_a_run(toml: Path) -> None:
     assert "its context is 512" in long["reward.judge.max_new_tokens"].message
 
 
-def test_what_the_machine_lacks_is_told_where_model_and_data_are_sound(toml: Path) -> None:
+def test_what_the_machine_lacks_is_reported_where_model_and_data_are_sound(toml: Path) -> None:
     server = ('roles.rollout.engine="sglang"', 'roles.rollout.sglang.python="nope/python"')
     found = problems(toml, *server, 'publication.directory="/proc/weights"', preflight=True)
     assert {"roles.rollout.sglang.python", "publication.directory"} <= found.keys()

@@ -113,7 +113,7 @@ def test_the_setting_that_helps_is_named(toml: Path) -> None:
     assert "relax-rt logs" in of(plain, where="")
 
 
-def test_the_end_names_causes_settings_and_how_to_go_on(toml: Path) -> None:
+def test_the_end_names_causes_settings_and_how_to_continue(toml: Path) -> None:
     report = ProgressReport(70, 4, 64, True, [LOSS] * 5, [], 0)
     error = no_progress(config(toml), report)
     assert str(error).count("KeyError") == 3 and "2 further causes" in str(error)

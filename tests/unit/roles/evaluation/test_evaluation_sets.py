@@ -167,7 +167,7 @@ def test_what_a_set_leaves_out_is_the_runs_own(folder: Path) -> None:
     assert (judged.count("during"), main.count("during"), main.count("after")) == (256, 256, 4)
 
 
-def test_items_that_are_trained_on_are_left_out(folder: Path) -> None:
+def test_items_that_are_trained_on_are_dropped(folder: Path) -> None:
     config = loaded(folder)
     tokenizer = load_tokenizer(folder / "model")
     source = PromptSource.load(config.data, tokenizer, seed=0, config_dir=folder)
@@ -347,7 +347,7 @@ async def test_a_judge_says_what_is_right_and_what_it_could_not_judge(folder: Pa
     assert verdict.reward == pytest.approx(2 / 3) and "ValueError" in verdict.reason
 
 
-async def test_a_judge_is_told_of_the_completion(folder: Path, items: list[Any]) -> None:
+async def test_a_judge_gets_the_completion(folder: Path, items: list[Any]) -> None:
     one = judge(folder, "judge.py:split")
     verdict = await one.judge(
         items[:1], [JudgedCompletion("a", 3, "length"), JudgedCompletion("b", 4, "stop")], lambda: None

@@ -285,7 +285,7 @@ def test_preflight_finds_at_once_what_does_not_rest_on_each_other(toml: Path) ->
     assert problems(toml, *wrong.values(), preflight=True).keys() == wrong.keys()
 
 
-def test_mistakes_that_show_without_reading_anything_are_told_alone_and_all_of_them(toml: Path) -> None:
+def test_mistakes_that_show_without_reading_anything_are_reported_alone_and_all_of_them(toml: Path) -> None:
     quick = {
         "model.path": 'model.path="modle"',
         "run.seed": "run.seed=-1",
@@ -462,7 +462,7 @@ def test_samples_are_those_that_a_run_would_make(toml: Path, model: Path) -> Non
     assert RLJob().sample(config, None, 3) == found
 
 
-def test_a_reward_that_fails_is_told_with_its_sample(toml: Path) -> None:
+def test_a_reward_that_fails_is_reported_with_its_sample(toml: Path) -> None:
     (toml.parent / "mine.py").write_text("def fails(completion, answer):\n    raise ValueError('never')\n")
     (one,) = RLJob().sample(loaded(toml, "reward.function=mine.py:fails"), None, 1)
     assert (one.reward, one.rewards) == (None, {})

@@ -83,7 +83,7 @@ def _adds_up(plan: dict[str, Any]) -> None:
     assert engines == wanted
 
 
-def test_what_does_not_fit_is_told_with_all_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_reported_with_all_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments("h100x16_qwen3_30b_a3b"), *FLOAT32]) == 2
     out, err = capsys.readouterr()
     assert out == ""

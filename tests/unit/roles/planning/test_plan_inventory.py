@@ -80,7 +80,7 @@ def test_what_is_wrong_is_underlined(tmp_path: Path, old: str, new: str, shown: 
     assert [(underlined(p), words in p.message) for p in problems if words in p.message] == [(shown, True)], problems
 
 
-def test_everything_is_told_at_once(tmp_path: Path) -> None:
+def test_everything_is_reported_at_once(tmp_path: Path) -> None:
     text = SOUND.replace("[2, 3]", "[2, 9]").replace('name = "b"', 'name = "a"').replace('gpu = "h100"', 'gpu = "x"')
     assert len(refused(tmp_path, text)) == 3
 

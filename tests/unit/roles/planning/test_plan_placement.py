@@ -79,7 +79,7 @@ def test_larger_sets_go_first_when_the_usual_order_leaves_gaps() -> None:
     assert where(placed, "trainer") == [("n0", (4,)), ("n0", (5,))]
 
 
-def test_pins_hold_and_unknown_nodes_are_told() -> None:
+def test_pins_hold_and_unknown_nodes_are_reported() -> None:
     found = config(trainer=megatron(2, node="n1"), rollout=sglang(1), reward=RewardSettings(node="n1"))
     placed, problems = place(found, nodes(8, 8))
     assert problems == []
@@ -129,7 +129,7 @@ def test_what_finds_no_place(roles: Any, gpus: tuple[int, ...], linked: int, pat
     assert words in problems[0].message
 
 
-def test_too_few_cores_are_told_of_the_node_with_the_role_that_takes_most() -> None:
+def test_too_few_cores_are_reported_of_the_node_with_the_role_that_takes_most() -> None:
     _, problems = place(config(rollout=sglang(2, threads=6), reward=RewardSettings(count=4)), nodes(2, cores=16))
     assert [problem.path for problem in problems] == [("roles", "rollout", "threads")]
     assert "n0 has 16 cores, and 19 are needed: agent 1, rollout 12" in problems[0].message

@@ -120,7 +120,7 @@ def test_torn_lines_and_missing_fields_are_lived_with(tmp_path: Path) -> None:
         ("trainer/0", "killed", False),
     ],
 )
-def test_who_generated_more_than_is_told(tmp_path: Path, slot: str, end: str, untold: bool) -> None:
+def test_who_generated_more_than_is_reported(tmp_path: Path, slot: str, end: str, untold: bool) -> None:
     out = Writer(tmp_path)
     out.event("run_started", START)
     out.event("slot_spawned", START + 1, slot=slot, epoch=3, pid=7)

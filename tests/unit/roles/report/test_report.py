@@ -154,7 +154,7 @@ def test_the_first_and_the_last_rewards_are_of_different_steps(tmp_path: Path, s
     assert line in [one.strip() for one in render_summary(report(tmp_path))]
 
 
-def test_a_cold_start_is_told_by_its_losses(tmp_path: Path) -> None:
+def test_a_cold_start_is_reported_by_its_losses(tmp_path: Path) -> None:
     out = Writer(tmp_path)
     # Step 2 is made again after a restart.
     for t, (step, loss) in enumerate([(0, None), (1, 3.0), (2, 9.0), (2, 2.5), (3, 2.0)]):
@@ -172,7 +172,7 @@ def test_a_cold_start_is_told_by_its_losses(tmp_path: Path) -> None:
     assert report(tmp_path / "none")["cold_start"] is None
 
 
-def test_what_was_lost_is_told_to_come_again(tmp_path: Path) -> None:
+def test_lost_samples_are_reported_as_sampled_again(tmp_path: Path) -> None:
     out = Writer(tmp_path)
     out.event("queue_account", START + 99, "queue/0#2", samples_issued=104, freed=96, lost=8, trained_twice=0)
     out.close()
@@ -207,7 +207,7 @@ def test_defects_are_not_hidden(tmp_path: Path) -> None:
     assert "bound 2: VIOLATED" in text and "trained twice: 96  <- DEFECT" in text
 
 
-def test_what_filters_left_out_is_said_once_and_by_rule(tmp_path: Path) -> None:
+def test_what_filters_dropped_is_said_once_and_by_rule(tmp_path: Path) -> None:
     out, rng = Writer(tmp_path), random.Random(0)
     out.metric("step", START + 30, "trainer/0#4", **step_record(1, 4, 1, rng))
     counts = {"dropped(filter)": 1300, "filtered(truncated)": 300, "filtered(zero_variance)": 1000}
@@ -217,7 +217,7 @@ def test_what_filters_left_out_is_said_once_and_by_rule(tmp_path: Path) -> None:
     assert "1,396 samples: 96 freed, 1,300 dropped(filter: 1,000 zero_variance, 300 truncated)\n" in text
 
 
-def test_a_disagreement_between_queue_and_trainer_is_told(tmp_path: Path) -> None:
+def test_a_disagreement_between_queue_and_trainer_is_reported(tmp_path: Path) -> None:
     out, rng = Writer(tmp_path), random.Random(0)
     for n in (1, 2):
         out.metric("step", START + 30 * n, "trainer/0#4", **step_record(n, 4, 1, rng))

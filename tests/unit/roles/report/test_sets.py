@@ -26,7 +26,7 @@ def scored(when: str, step: int, one: float, eight: float, **more: Any) -> dict[
     }
 
 
-def test_a_set_is_told_before_and_after(tmp_path: Path) -> None:
+def test_a_set_is_reported_before_and_after(tmp_path: Path) -> None:
     out = Writer(tmp_path)
     last = {"reward": 1.0, "greedy": {"exact": 0.5, "success": 0.75}}
     out.metric("evaluation_set", START, "evaluator/0#1", **scored("before", 0, 0.25, 0.5, reward=0.125))
@@ -50,7 +50,7 @@ def test_a_set_of_a_run_that_did_not_end(tmp_path: Path) -> None:
     assert "hard: pass@1 0.250 [0.150, 0.350], pass@8 0.500 [0.400, 0.600] on 256 items x 8 at step 0" in text
 
 
-def test_several_completions_of_the_runs_own_items_are_told_too(tmp_path: Path) -> None:
+def test_several_completions_of_the_runs_own_items_are_reported_too(tmp_path: Path) -> None:
     out = Writer(tmp_path)
     line = evaluation("before", 0, 0.3) | {"samples": 4, "pass_at": {"4": 0.5}}
     out.metric("evaluation", START, "evaluator/0#1", **line)

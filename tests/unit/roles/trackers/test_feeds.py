@@ -58,7 +58,7 @@ def feed(run_dir: Path, sink: Any) -> Feed:
     return Feed(run_dir, run_dir / "kept", sink)
 
 
-def test_a_resumed_feed_goes_on_where_the_last_one_was(tmp_path: Path) -> None:
+def test_a_resumed_feed_continues_where_the_last_one_was(tmp_path: Path) -> None:
     first, second = Kept(), Kept()
     one = feed(tmp_path, first)
     assert one.poll() == 0
@@ -212,7 +212,7 @@ def accumulate() -> Any:
     return read
 
 
-def test_tensorboard_reads_what_was_told(tmp_path: Path, accumulate: Any) -> None:
+def test_tensorboard_reads_what_was_reported(tmp_path: Path, accumulate: Any) -> None:
     told(tmp_path, range(1, 5))
     folder = tmp_path / "tensorboard"
     one = Feed(tmp_path, folder, TensorBoardSink(folder))

@@ -28,7 +28,7 @@ STEP = {
 }
 
 
-def test_a_step_is_told_by_its_numbers() -> None:
+def test_a_step_is_reported_by_its_numbers() -> None:
     point = Scalars().convert(STEP)
     assert point is not None and (point.step, point.t, point.redone) == (3, 5.0, False)
     assert point.values == {
@@ -61,7 +61,7 @@ def test_each_kind_stands_under_its_own_name_at_the_step_the_run_is_at() -> None
     ]
 
 
-def test_records_without_numbers_are_not_told() -> None:
+def test_records_without_numbers_are_not_reported() -> None:
     assert [Scalars().convert(r) for r in ({}, {"kind": "produced", "samples": [1]}, {"kind": "step", "step": 1})] == [
         None
     ] * 3

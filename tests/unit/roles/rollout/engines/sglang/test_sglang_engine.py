@@ -19,8 +19,8 @@ from relax_rt.roles.rollout.engines.base import Chunk, EngineEnded, GroupRequest
 from relax_rt.roles.rollout.engines.settings import EngineSettings
 from relax_rt.roles.rollout.engines.sglang import engine as engines
 from relax_rt.roles.rollout.engines.sglang.client import (
-    Finish,
     Meta,
+    SequenceEnd,
     ServerLimits,
     ServerRefused,
     SglangClient,
@@ -122,7 +122,7 @@ class FakeClient(SglangClient):
     def say(self, rid: str, tokens: tuple[int, ...] = (), upto: int = 0, end: str = "", message: str = "") -> None:
         """`tokens` of a segment, the last of them its `upto`-th."""
         probable = [(-1.0, token, None) for token in tokens]
-        finish = Finish(end, message) if end else None
+        finish = SequenceEnd(end, message) if end else None
         meta = Meta(rid, finish, upto or len(tokens), 1, output_token_logprobs=probable)
         self.queues[rid].put_nowait(StreamEvent(list(tokens), meta))
 

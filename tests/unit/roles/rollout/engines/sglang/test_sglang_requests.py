@@ -18,7 +18,7 @@ from relax_rt.roles.rollout.engines.base import Assembly, GroupRequest, Partial
 from relax_rt.roles.rollout.engines.routing import RoutingShape
 from relax_rt.roles.rollout.engines.settings import EngineSettings, RolloutSettings
 from relax_rt.roles.rollout.engines.sglang import requests as asking
-from relax_rt.roles.rollout.engines.sglang.client import Finish, Meta, ServerRefused, Span, StreamEvent
+from relax_rt.roles.rollout.engines.sglang.client import Meta, SequenceEnd, ServerRefused, Span, StreamEvent
 from relax_rt.roles.rollout.engines.sglang.options import Boot, server_options
 from relax_rt.roles.rollout.engines.sglang.requests import (
     MemberQueue,
@@ -44,7 +44,7 @@ def event(
         "completion_tokens": upto,
         "cached_tokens": cached,
         "output_token_logprobs": [(-float(token), token, None) for token in tokens],
-        "finish_reason": Finish(end) if end else None,
+        "finish_reason": SequenceEnd(end) if end else None,
     }
     return StreamEvent(tokens, Meta(id=member.rid, **(values | meta)))
 
@@ -203,14 +203,14 @@ def test_only_tokens_with_rows_are_reported() -> None:
     assert member.chunk(everything=True) is None
     # Positions 0 and 1 are the prompt's, token 14 was sampled at position 2.
     member.take_rows(routed([1, 2, 14, 15]), 0)
-    member.end_segment(Finish("length"))
+    member.end_segment(SequenceEnd("length"))
     assert (member.finish, told(member)) == ("", ([14, 15], [14, 15], [1, 2]))
     member.begin("b", 3)
     assert (member.requested, member.rows_from) == (2, 4)
     member.take(event(member, [16, 9], upto=2), 3)
     # Others of the batch have begun before: its rows begin with theirs.
     member.take_rows(routed([0, 0, 16, 9]), 2)
-    member.end_segment(Finish("stop"))
+    member.end_segment(SequenceEnd("stop"))
     assert (member.finish, told(member)) == ("stop", ([16, 9], [16, 9], []))
 
 
@@ -223,14 +223,14 @@ def test_tokens_that_came_without_rows_are_sampled_again_if_the_server_was_inter
         member.take_rows(rows, 0)
     member.interrupted = True
     member.take_rows(rows, 0)
-    member.end_segment(Finish("abort"))
+    member.end_segment(SequenceEnd("abort"))
     left = [] if rows is None else [14]
     assert (member.tokens, len(member.logprobs), len(member.rows)) == (left, len(left), len(left))
     member.begin("b", 4)
     assert member.rows_from == (0 if rows is None else 3)
     member.take(event(member, [9], upto=1), 4)
     member.take_rows(routed([9] if left else [1, 2, 9]), member.rows_from)
-    member.end_segment(Finish("stop"))
+    member.end_segment(SequenceEnd("stop"))
     assert [*told(member)][:2] == [[*left, 9], [*left, 9]]
     spans = [VersionSpan(0, 1, 3, 3), VersionSpan(1, 2, 4, 3)] if left else [VersionSpan(0, 1, 4, 3)]
     assert member.spans == spans
@@ -243,7 +243,7 @@ def test_a_partial_has_its_rows_but_not_those_of_the_prompt() -> None:
     assert member.rows_from == 0
     member.take(event(member, [6, 9], upto=2), 8)
     member.take_rows(routed([1, 2, 94, 95, 6, 9]), 0)
-    member.end_segment(Finish("stop"))
+    member.end_segment(SequenceEnd("stop"))
     assert told(member) == ([6, 9], [6, 9], [1, 2])
     assert member.rows is not None and SHAPE.rows(member.rows.get(0, 4))[:, 0, 0].tolist() == [4, 5, 6, 9]
 
@@ -259,7 +259,7 @@ def test_known_rows_of_a_prompt_are_not_requested_again(start: int, prompt: list
     for member in members:
         member.take(event(member, [14], upto=1), 3)
         member.take_rows(routed([*prompt, 14]), batch.rows_from)
-        member.end_segment(Finish("length"))
+        member.end_segment(SequenceEnd("length"))
         assert told(member) == ([14], [14], prompt)
     # One goes on; the other's cache is made anew, and it has its prompt's rows all the same.
     members[1].recompute(4)
