@@ -5,7 +5,7 @@ and from there to backoff (it is restarted, alone or with others) or ended. A sl
 again, with the reason.
 
 `handle` is the whole flow: take the event, apply deadlines, look for a stall, then advance the start or the stop of the
-run. The head's agent (cluster/head.py) feeds it and carries out its actions; the simulation does the same under a virtual clock.
+run. The head's agent (cluster/head.py) feeds it and carries out its actions, the simulation under a virtual clock.
 """
 
 from __future__ import annotations
