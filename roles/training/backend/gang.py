@@ -284,22 +284,18 @@ class Leader(GangMember):
             self.backend.use(objective, table, temperature=temperature)
 
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """Return log-probabilities of each trained token, of logits / temperature: float32 [T] for each sample.
+        """Return log-probabilities of each trained token, float32 [T] for each sample.
 
         Raises:
-            BadInput: one has branches, and the backend takes none.
+            BadInput: a sample has branches, and the backend takes none.
         """
         self._check(samples)
         with self._command("log_probabilities", samples):
             return self._log_probabilities(samples)
 
     def accumulate(self, samples: Sequence[Sample]) -> GradientPart:
-        """Add the gradients of a part of the step's batch. The objective's state goes along: a checkpoint gave it to
-        rank 0 alone.
-
-        Raises:
-            BadInput: a sample has branches, and the backend takes none.
-        """
+        """Add the gradients of a part of the step's batch; raises as `log_probabilities`. The objective's state goes
+        along: a checkpoint gave it to rank 0 alone."""
         self._check(samples)
         objective = self.backend.objective
         with self._command("accumulate", samples, objective.state()):

@@ -181,7 +181,7 @@ class TrainerBackend(Protocol):
         another batch: of the next step, or of this one's next update.
 
         Args:
-            count: sum of `Partial.count` over all parts of the batch.
+            count: sum of `GradientPart.count` over all parts of the batch.
             number: of the step, from 1: the learning rate follows from it.
             before_update: called, and may block, before the weights change.
 

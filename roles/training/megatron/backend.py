@@ -187,8 +187,7 @@ class MegatronBackend:
         return found
 
     def accumulate(self, samples: Sequence[Sample]) -> GradientPart:
-        """Forward and backward of this replica's share of a batch, which may be empty; gradients are added up as they
-        are, divided by nothing. Samples have their advantages."""
+        """Add the gradients of this replica's share of a batch, which may be empty; they are divided by nothing."""
         self._accumulation(samples)
         return GradientPart(self.objective.count(samples), sum(int(sample.loss_mask.sum()) for sample in samples))
 
@@ -210,8 +209,7 @@ class MegatronBackend:
         return self.objective.loss(tokens_of(of, logprobs, entropy if "entropy" in self.objective.needs else None))
 
     def apply(self, count: float, number: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
-        """Divide the gradients of all ranks by `count`, clip them and take the optimizer's step; see
-        `TrainerBackend.apply`. All ranks return the same."""
+        """Divide the gradients of all ranks, clip them and take the optimizer's step. All ranks return the same."""
         importlib.import_module("megatron.core.distributed").finalize_model_grads([self._wrapped])
         merge(self._found, self._fitting.taken())
         found: Metrics = {}

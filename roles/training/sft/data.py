@@ -55,7 +55,7 @@ class SftRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_sft_rows(path: Path, setting: str, kind: Kind) -> tuple[list[SftRow], list[RelaxError]]:
-    """All usable rows of a file, and what is wrong with the others: the first MOST_FAULTS of them, then how many more.
+    """All usable rows of a file, and what is wrong with the others: the first MAX_FAULTS of them, then how many more.
 
     Raises:
         RelaxError: the file is not there, is of another kind, is not readable as such, or has too many rows.
@@ -337,7 +337,7 @@ def load_sft_data(config: RunConfig, config_dir: Path, source: PromptSource, tok
         source: the run's prompts.
 
     Raises:
-        Faults: rows that cannot be used. RelaxError: no file, or nothing to learn from.
+        UnusableRows: rows that cannot be used. RelaxError: no file, or nothing to learn from.
     """
     data, table, overlong = config.table(DataTable), config.table(ColdStartTable), 0
     held_out = list(source.held_out)

@@ -343,7 +343,7 @@ def phase_algorithm(config: RunConfig, steps: int) -> AlgorithmTable:
 
 def preference_loss(margin: float, smoothing: float) -> float:
     """DPO's loss of one pair (arXiv 2305.18290, equation 7); margin = beta (h_chosen - h_rejected), label smoothing as
-    in `losses.preference`."""
+    in `losses.dpo`."""
 
     def minus_log_sigmoid(x: float) -> float:
         return max(0.0, -x) + math.log1p(math.exp(-abs(x)))

@@ -323,11 +323,7 @@ class TorchBackend:
         self._snapshots.write(folder)
 
     def restore(self, folder: Path) -> None:
-        """Take model and optimizer state from a checkpoint folder, however many ranks wrote it.
-
-        Raises:
-            Refused: it is of another model or training. SafetensorError, OSError: a file cannot be read.
-        """
+        """Take model and optimizer state from a checkpoint folder; see `StateSnapshots.restore`."""
         self._snapshots.restore(folder, self._optimizer)
         self._accumulation.forget()
 

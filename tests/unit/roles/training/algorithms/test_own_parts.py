@@ -310,7 +310,7 @@ def test_the_dry_run_has_groups_of_the_runs_size(base: Path) -> None:
 
 def test_what_they_raise_on_the_cpu_refuses_no_run_on_gpus(base: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert check_own_parts(config_of(base, {"loss": "mine.py:on_gpu"}, {"gpus": 1})) == []
-    assert "not tried, as the trainer has a GPU" in capfd.readouterr().err
+    assert "not checked, as the trainer has a GPU" in capfd.readouterr().err
     (told,) = check_own_parts(config_of(base, {"loss": "mine.py:raises"}, {}))
     assert "failed in a dry run" in told.message and told.path == ("algorithm", "loss")
     (told,) = check_own_parts(config_of(base, {"loss": "mine.py:detached"}, {"gpus": 1}))
