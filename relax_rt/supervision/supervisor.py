@@ -5,7 +5,7 @@ and from there to backoff (it is restarted, alone or with others) or ended. A sl
 again, with the reason.
 
 `handle` is the whole flow: take the event, apply deadlines, look for a stall, then advance the start or the stop of the
-run. The node agent (agent.py) feeds it and carries out its actions; the simulation does the same under a virtual clock.
+run. The head's agent (cluster/head.py) feeds it and carries out its actions, the simulation under a virtual clock.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ class Supervisor:
     def _on_exited(self, s: Slot, diagnosis: Diagnosis, *, counted: bool = True) -> None:
         """Decide what comes after an exit: the first case that applies.
 
-        counted: it may be a failure; an exit that came with the loss of its node is none.
+        counted: False for an exit that the loss of its node caused, which is no failure of the slot.
         """
         # The order of the cases is the policy. An ending run restarts nothing. A slot that an operator took down stays
         # down, whatever it died of. A failure that no restart can fix ends the run. A member of a group only waits for

@@ -34,7 +34,7 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
         counts_for_stall: whether progress of this slot resets the stall timer (not registry, queue, writer, dashboard).
         spawn_timeout_s: from the order to start until a process exists. This covers waits that are not the role's: for
             its epoch, a zygote's imports, device memory that the dead still hold; each has a shorter limit.
-        start_timeout_s: from spawn to ready; restarted by each message of a slot that waits for others.
+        start_timeout_s: from spawn to ready; each progress message of a slot that waits for another restarts it.
         stop_timeout_s: from the stop request to the kill.
         drains: after a stop request each progress restarts stop_timeout_s.
         drain_timeout_s: from the stop request to the kill at most, whatever the role reports.

@@ -517,7 +517,7 @@ class EnvRole(RouterRole[EnvSettings]):
         return known and bool(fleet.lag(version) > self.table(AlgorithmTable).max_staleness)
 
     def _lag(self, oldest: int) -> int:
-        """Return the lag that engines may have: weights as old as the episode's oldest token make it no staler."""
+        """Return the lag that engines may have: weights no older than the episode's oldest token add no staleness."""
         if not oldest:
             return 0
         lag = self.router.core.fleet.lag(oldest)

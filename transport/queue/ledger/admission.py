@@ -310,8 +310,10 @@ def return_extents(core: Core, puts: list[BlockPut]) -> None:
 
 
 def check_puts(core: Core, who: Incarnation, puts: list[BlockPut]) -> None:
-    """Raises:
-    Refused: a put is not possible; nothing of the call was done.
+    """Check all puts of a call before any of them is applied.
+
+    Raises:
+        Refused: a put is not possible; nothing of the call was done.
     """
     check_rows(core, who, puts)
     check_fields(core, who, puts)
@@ -335,8 +337,10 @@ def check_puts(core: Core, who: Incarnation, puts: list[BlockPut]) -> None:
 
 
 def check_versions(core: Core, what: str, row: RowPut) -> None:
-    """Raises:
-    Refused: a policy version is not known.
+    """Check that the ledger knows the versions of a row.
+
+    Raises:
+        Refused: a policy version is not known.
     """
     for span in row.versions:
         if span.version not in core.tree:
@@ -344,8 +348,10 @@ def check_versions(core: Core, what: str, row: RowPut) -> None:
 
 
 def check_rows(core: Core, who: Incarnation, puts: list[BlockPut]) -> None:
-    """Raises:
-    Refused: an extent is not in the caller's own slab, is in use, or comes twice; a block's rows do not fit it.
+    """Check the memory of blocks, and that each block comes with all its rows.
+
+    Raises:
+        Refused: an extent is not in the caller's own slab, is in use, or comes twice; a block's rows do not fit it.
     """
     core.blocks.check_extents(puts, who)
     for put in puts:
@@ -357,8 +363,10 @@ def check_rows(core: Core, who: Incarnation, puts: list[BlockPut]) -> None:
 
 
 def check_fields(core: Core, who: Incarnation, puts: list[BlockPut]) -> None:
-    """Raises:
-    Refused: a field is not declared, or a sample is too large.
+    """Check the fields and sizes of blocks.
+
+    Raises:
+        Refused: a field is not declared, or a sample is too large.
     """
     declared, limit = core.policy.fields, core.state.limits.max_sample_bytes
     for item in puts:
@@ -592,7 +600,7 @@ def _save_chunk(core: Core, group: SampleGroup, one: PartialChunk) -> int:
 def made_progress(core: Core, group: SampleGroup) -> None:
     """Reset what counts fruitless tickets: there is more of the group than ever before."""
     group.idle = 0
-    # Where the next loss ends the group, nothing less than all of it is of use.
+    # With `drop` one more loss ends the group: its losses are forgotten only once it is complete.
     if group.prompt is not None and (core.policy.on_failed_member != "drop" or group.complete):
         group.prompt = group.prompt.without_losses()
 

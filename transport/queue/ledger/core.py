@@ -200,8 +200,10 @@ class Core:
 
     @property
     def policy(self) -> LedgerPolicy:
-        """Raises:
-        Refused: the ledger was not configured yet.
+        """Return the policy.
+
+        Raises:
+            Refused: the ledger was not configured yet.
         """
         if self.state.policy is None:
             raise Refused("call of the queue", why="its policy is not set yet")
@@ -313,7 +315,7 @@ class Core:
             sample.partial = None
 
     def lapse_columns(self, group: SampleGroup) -> None:
-        """Columns of other weights are not there any more, and the tasks that put them are to do it again.
+        """Drop columns computed with older weights, and offer the samples to the tasks that put them again.
 
         All that such a task put lapses with them: it will put all of it again. Who is at work on what lapsed finishes
         without effect.
@@ -351,7 +353,7 @@ class Core:
                     self.ready[task].add_run(run)
 
     def tasks_with(self, *fields: tuple[str, ...]) -> tuple[str, ...]:
-        """Tasks all of whose fields are in one of these blocks' or another."""
+        """Tasks whose required fields are all present in these blocks."""
         tasks = self._tasks.get(fields)
         if tasks is None:
             have = {name for block in fields for name in block}

@@ -217,7 +217,7 @@ class EventOutcome(msgspec.Struct, frozen=True):
         changed: the ledger changed, so the event must be journaled before the answer is given.
         notices: for the event log.
         event: what to journal: the event with what was decided on the way.
-        touched: what those may wait for who wait now (names of tasks, ROOM).
+        touched: waiters to wake: names of tasks, or ROOM.
     """
 
     answer: Answer

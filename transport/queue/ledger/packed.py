@@ -15,7 +15,7 @@ from relax_rt.transport.queue.ledger.state import Lease, PackedRun, RunSlice, Sa
 from relax_rt.transport.rpc.identity import Incarnation
 
 _ONE_LESS = bytes([0, *range(255)])
-"""Translates numbers of tasks that are left to those after one of them is done."""
+"""Byte table for `bytes.translate`: decrements the number of remaining tasks of each sample."""
 MAX_TASKS = 255
 
 

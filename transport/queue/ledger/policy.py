@@ -73,8 +73,10 @@ class LedgerPolicy(msgspec.Struct, frozen=True, kw_only=True):
     kept_items: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Raises:
-        Refused: the policy cannot work.
+        """Check that the policy can work.
+
+        Raises:
+            Refused: it cannot.
         """
         if not self.tasks:
             raise Refused("queue policy", why="no consumer task is named")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 ORDERED_ITEM = -1
-"""The data item of a place is that of the run's order."""
+"""The prompt's data item follows the order of the run's data."""
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -17,7 +17,7 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, order=True):
     Attributes:
         attempt: how often it was issued before. failures: how often it failed.
         item: the data item that was chosen for it, or ORDERED_ITEM.
-        losses: how often it was begun and lost in a row, with no progress and no failure in between.
+        losses: consecutive attempts that were lost without progress.
     """
 
     index: int
@@ -36,7 +36,7 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, order=True):
         return msgspec.structs.replace(self, losses=self.losses + times)
 
     def without_losses(self) -> Prompt:
-        """Losses are counted from nothing again."""
+        """The same prompt with no losses."""
         return msgspec.structs.replace(self, losses=0) if self.losses else self
 
     @property

@@ -234,8 +234,8 @@ def _remaining(request: LeaseRequest, chosen: list[Unit]) -> LeaseRequest | None
 def refuse_stale(core: Core, beyond: int = 0) -> None:
     """End every group over the staleness bound that is not on lease to the trainer; its prompt returns.
 
-    beyond: samples that may have been there beyond the bound: the newest so many end as that, or are recycled, less
-        what was recycled before and still continues.
+    beyond: samples that admission allowed over the bound. Up to this many of the newest stale samples end as surplus,
+        or are recycled, instead of refused; recycled groups that still continue use up this allowance.
     """
     if core.state.trainer_version is None or core.policy.max_staleness == float("inf"):
         return

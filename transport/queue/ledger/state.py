@@ -50,8 +50,10 @@ class Callers(msgspec.Struct):
     payloads: str = ""
 
     def check(self, who: Incarnation) -> None:
-        """Raises:
-        StaleEpoch: a newer incarnation of the slot was seen, or this one was reported dead.
+        """Refuse a late call of a fenced process.
+
+        Raises:
+            StaleEpoch: a newer incarnation of the slot was seen, or this one was reported dead.
         """
         lowest = self.lowest.get(who.slot)
         if lowest is not None and who.epoch < lowest:

@@ -34,7 +34,7 @@ def complete_step(core: Core, who: Incarnation, event: CompleteStep) -> StepRepl
     what = f"step {event.step} of {who}"
     leases = [step_lease(core, who, id_, what) for id_ in dict.fromkeys(event.leases)]
     if not leases:
-        raise Refused(what, why="it names no lease", hint="a step without samples is none; take others first")
+        raise Refused(what, why="it names no lease", hint="lease samples before completing a step")
     if event.step <= state.step:
         raise Refused(what, why=f"step {state.step} is done already")
     if event.skipped and event.weights.version != state.trainer_version and event.weights.changed:
@@ -283,7 +283,7 @@ def request_surplus(core: Core, who: Incarnation, event: RequestSurplus) -> None
 
 
 def assign_items(core: Core, who: Incarnation, event: AssignItems) -> ItemsAssigned:
-    """Set the data items of prompts that are not yet issued; returns the first of these."""
+    """Choose the data items of prompts that are not yet issued; return the first index that is not."""
     what = f"choosing prompts by {who}"
     if not core.policy.group_size:
         raise Refused(what, why="this queue has no prompts")
