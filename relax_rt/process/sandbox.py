@@ -309,8 +309,8 @@ def advice(machine: Path = Path("/")) -> str:
     Args:
         machine: root folder; for tests.
     """
-    settings = {name: _setting(machine, name) for name in FORBIDDING}
-    wanted = [f"sysctl -w {name}={value}" for name, value in FORBIDDING.items() if settings[name] in WRONG[name]]
+    settings = {name: _setting(machine, name) for name in PERMITTING_VALUES}
+    wanted = [f"sysctl -w {name}={value}" for name, value in PERMITTING_VALUES.items() if settings[name] in WRONG[name]]
     if settings["kernel.apparmor_restrict_unprivileged_userns"] == "1" and shutil.which(BUBBLEWRAP) is None:
         wanted.insert(0, "install bubblewrap 0.8 or newer, which AppArmor lets make namespaces")
     ways = " or ".join(wanted) or (
@@ -320,7 +320,7 @@ def advice(machine: Path = Path("/")) -> str:
     return f'{ways}; or say box = "limits" if you would run these programs yourself'
 
 
-FORBIDDING = {
+PERMITTING_VALUES = {
     "kernel.apparmor_restrict_unprivileged_userns": "0",
     "kernel.unprivileged_userns_clone": "1",
     "user.max_user_namespaces": "10000",

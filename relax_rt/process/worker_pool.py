@@ -33,7 +33,7 @@ START_S = 120.0
 """Time for a worker to import what its user's code needs."""
 EXIT_REPORT_S = 10.0
 """Time for a guard to report how its worker ended, after the worker's socket was closed."""
-GARBAGE = "its user code, or a process that this started, wrote to its socket"
+FOREIGN_BYTES = "its user code, or a process that this started, wrote to its socket"
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,7 +163,7 @@ class Worker:
 
     def garbage(self, detail: str = "") -> WorkerDied:
         """Return the error for a message that the worker's own code would not send."""
-        error = WorkerDied(self.spec.name, why=GARBAGE + (f": {detail}" if detail else ""))
+        error = WorkerDied(self.spec.name, why=FOREIGN_BYTES + (f": {detail}" if detail else ""))
         error.how = error.why
         return error
 

@@ -206,7 +206,7 @@ class Supervisor:
     def _start_pending(self) -> None:
         """Start pending slots whose lower tiers are ready."""
         for role in self._tree.by_tier():
-            waiting = [s for s in role.slots if s.state == "pending" and not s.without_room]
+            waiting = [s for s in role.slots if s.state == "pending" and not s.unplaceable]
             if waiting and self._tree.not_ready_below(role.tier):
                 waiting = [s for s in waiting if not s.gated]
             if role.rules.gang and len(waiting) == len(role.slots) > 0:
@@ -315,7 +315,7 @@ class Supervisor:
             self._end_run(s, diagnosis)
         elif s.restart_group is not None and (s.role.rules.gang or not over):
             # Seen later but ended earlier: a peer may notice a death before we do.
-            if s.restart_group.failed and s.role.as_one and s.window.amend(diagnosis):
+            if s.restart_group.failed and s.role.fails_together and s.window.amend_cause(diagnosis):
                 s.restart_group.cause = f"{s.name}: {diagnosis.cause}"
             self._enter(s, "backoff", None)
             self._release(s.restart_group)
@@ -388,8 +388,8 @@ class Supervisor:
         # A restart of the whole role clears the windows of its slots: state that they share (a poisoned rendezvous, a
         # peer that answers wrongly) is gone with it. It is itself limited, so that a run that cannot work ends.
         role = s.role
-        what = f"failed {len(s.window.remembered)} times in {s.spec.period_s:g} s of its own good time"
-        if role.can_spare(s):
+        what = f"failed {len(s.window.remembered)} times in {s.spec.period_s:g} s of ready time"
+        if role.can_continue_without(s):
             self._end(s, failed=True)
             s.given_up, s.waiting = True, f"given up: it {what}"
             left = sum(o.state != "ended" for o in role.slots)
@@ -397,7 +397,7 @@ class Supervisor:
         elif role.may_restart(s):
             members = role.restarted_as_one(s)
             first = min((d for o in members for d in o.window.remembered), key=lambda d: d.at, default=diagnosis)
-            role.restarts.append(RoleRestart(s, s.window.good_s, first))
+            role.restarts.append(RoleRestart(s, s.window.ready_s, first))
             for member in members:
                 member.window.clear()
             self._emit_role("role_restarting", role, slot=s.name, reason=what, cause=diagnosis.cause)
@@ -483,7 +483,7 @@ class Supervisor:
         for, as another role's weights, is never delayed by it. Slots that start as one (a gang, one_for_all) may wait
         for each other, so they are not limited.
         """
-        if self._placer is None or s.role.as_one:
+        if self._placer is None or s.role.fails_together:
             return ""
         pin = s.spec.node
         most = max(LEAST_STARTS, sum(node.cores for node in self._placer.nodes if pin in ("", node.name)))
@@ -524,13 +524,13 @@ class Supervisor:
         for s in slots:
             gated = s.gated
             s.reset()
-            s.gated, s.waiting, s.without_room = gated, reason, True
+            s.gated, s.waiting, s.unplaceable = gated, reason, True
             self._enter(s, "pending", None)
             self._emit("slot_unplaced", s, reason=reason)
 
     def _retry_placement(self) -> None:
         for s in self._tree:
-            s.without_room = False
+            s.unplaceable = False
 
     # Ending a process.
 
@@ -629,9 +629,9 @@ class Supervisor:
         chosen = [s] if s is not None else [o for o in role.slots if not o.retired]
         if not chosen:
             raise Refused(what, why="the role has no slots", hint=f"`relax-rt scale {role.kind} N` adds some")
-        without_room = [why for slot in chosen if (why := self._no_room(slot))]
-        if len(without_room) == len(chosen):
-            raise Refused(what, why=f"there can be no room for it: {without_room[0]}")
+        unplaceable = [why for slot in chosen if (why := self._no_room(slot))]
+        if len(unplaceable) == len(chosen):
+            raise Refused(what, why=f"there can be no room for it: {unplaceable[0]}")
         for slot in chosen:
             self._emit("slot_restart_requested", slot, reason=reason)
         if role.rules.gang:
@@ -639,7 +639,7 @@ class Supervisor:
                 slot.drained = False
             if all(slot.gated for slot in role.slots):
                 for slot in role.slots:
-                    slot.waiting, slot.without_room = "", False
+                    slot.waiting, slot.unplaceable = "", False
                     self._enter(slot, "pending", None)
             elif any(slot.state != "pending" for slot in role.slots):
                 self._restart_together(role.slots, 0.0, reason)
@@ -653,7 +653,7 @@ class Supervisor:
 
     def _no_room(self, s: Slot) -> str:
         """Return why a restart of it would only wait; empty when it need not."""
-        if s.state == "pending" and s.without_room:
+        if s.state == "pending" and s.unplaceable:
             return s.waiting
         return self._placer.barred(s.spec) if self._placer is not None else ""
 
@@ -666,7 +666,7 @@ class Supervisor:
             if s.given_up:
                 s.window.clear()
             s.failed = s.given_up = False
-            s.waiting, s.without_room = "", False
+            s.waiting, s.unplaceable = "", False
             # What has never been started still waits for the tiers below.
             self._enter(s, "pending" if s.gated else "backoff", None if s.gated else 0.0)
 

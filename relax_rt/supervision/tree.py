@@ -112,29 +112,29 @@ class RestartWindow:
     # a run that cannot work would restart it for ever.
 
     def __init__(self, max_restarts: int, period_s: float) -> None:
-        self.good_s = 0.0
+        self.ready_s = 0.0
         self._max, self._period_s = max_restarts, period_s
-        self._good_from: float | None = None
+        self._ready_from: float | None = None
         self._failures: deque[tuple[float, Diagnosis]] = deque(maxlen=max_restarts + 1)
 
     def resume(self, now: float) -> None:
-        if self._good_from is None:
-            self._good_from = now
+        if self._ready_from is None:
+            self._ready_from = now
 
     def pause(self, until: float) -> None:
-        if self._good_from is not None:
-            self.good_s += max(0.0, until - self._good_from)
-            self._good_from = None
+        if self._ready_from is not None:
+            self.ready_s += max(0.0, until - self._ready_from)
+            self._ready_from = None
 
     def failed(self, diagnosis: Diagnosis) -> int | None:
         """Count a failure; return the number of restarts already in the window, None when one more is too many."""
-        while self._failures and self.good_s - self._failures[0][0] >= self._period_s:
+        while self._failures and self.ready_s - self._failures[0][0] >= self._period_s:
             self._failures.popleft()
         before = len(self._failures)
-        self._failures.append((self.good_s, diagnosis))
+        self._failures.append((self.ready_s, diagnosis))
         return before if before < self._max else None
 
-    def amend(self, diagnosis: Diagnosis) -> bool:
+    def amend_cause(self, diagnosis: Diagnosis) -> bool:
         """Take another failure of slots that failed as one: the earlier is the cause. True if it is this one."""
         if not self._failures or not diagnosis.failed or diagnosis.at >= self._failures[-1][1].at:
             return False
@@ -173,7 +173,7 @@ class Slot:
         """Scaled away: it is removed once it has exited."""
         self.gated = True
         """It has not been started yet, so lower tiers come first."""
-        self.without_room = False
+        self.unplaceable = False
         """No node has room for it, and nothing has changed since that was found."""
         self.exited = False
         """Its process is gone, and what comes next is being decided."""
@@ -204,7 +204,7 @@ class Slot:
         self.forget_process()
         self.epoch = 0
         self.finished = self.restart_asked = self.failed = False
-        self.drained = self.given_up = self.gated = self.without_room = False
+        self.drained = self.given_up = self.gated = self.unplaceable = False
         self.restart_group = None
 
     def status(self, now: float) -> SlotStatus:
@@ -258,7 +258,7 @@ class RoleRestart(NamedTuple):
     """A restart of a whole role: the slot whose failures caused it, at which good time of it, and its first failure."""
 
     slot: Slot
-    good_s: float
+    ready_s: float
     first: Diagnosis
 
 
@@ -281,19 +281,19 @@ class RoleNode:
         return self.template.tier
 
     @property
-    def as_one(self) -> bool:
+    def fails_together(self) -> bool:
         """Its failures are counted together."""
         return self.rules.gang or self.rules.strategy == "one_for_all"
 
     def add(self, spec: SlotSpec) -> Slot:
-        window = self._window if self.as_one else RestartWindow(spec.max_restarts, spec.period_s)
+        window = self._window if self.fails_together else RestartWindow(spec.max_restarts, spec.period_s)
         slot = Slot(spec, self, window)
         self.slots = sorted([*self.slots, slot], key=lambda s: s.index)
         return slot
 
     def begin_good_time(self, slot: Slot, now: float) -> None:
         """The slot is ready; good time of slots that count as one begins once all of them are."""
-        if not self.as_one or all(s.state in ("ready", "ended") for s in self.slots):
+        if not self.fails_together or all(s.state in ("ready", "ended") for s in self.slots):
             slot.window.resume(now)
 
     def restarted_with(self, slot: Slot) -> list[Slot]:
@@ -313,7 +313,7 @@ class RoleNode:
         down = ("pending", "ended")
         return [s for s in self.slots if s is slot or s.given_up or not (s.retired or s.drained or s.state in down)]
 
-    def can_spare(self, slot: Slot) -> bool:
+    def can_continue_without(self, slot: Slot) -> bool:
         """Return whether enough others remain if this slot is given up."""
         if self.rules.gang or self.rules.strategy != "one_for_one":
             return False
@@ -324,7 +324,7 @@ class RoleNode:
     def may_restart(self, slot: Slot) -> bool:
         """Return whether the role as a whole may be restarted once more because of this slot."""
         period_s = self.rules.role_period_s
-        held = [r for r in self.restarts if not r.slot.retired and r.slot.window.good_s - r.good_s < period_s]
+        held = [r for r in self.restarts if not r.slot.retired and r.slot.window.ready_s - r.ready_s < period_s]
         self.restarts = deque(held, maxlen=self.restarts.maxlen)
         return len(held) < self.rules.role_restarts
 

@@ -109,13 +109,13 @@ class EpisodeCounters:
         }
 
 
-EVALUATES = f"{KIND}/0"
+EVALUATION_SLOT = f"{KIND}/0"
 """The slot that plays the held-out episodes."""
 ADMIT_WAIT_S = 0.25
 ASK_S = 0.5
 METRICS_EVERY_S = 2.0
 LOAD_ALLOWANCE_S = 120.0
-LAST_WORD_S = 4.0
+RELEASE_TIMEOUT_S = 4.0
 MIN_ABANDONED = 8
 """A slot tolerates a quarter of episodes_in_flight, at least this many, as coroutines that ignore cancellation."""
 
@@ -251,7 +251,7 @@ class EnvRole(RouterRole[EnvSettings]):
                 programs=playing,
                 abandoned=AbandonedTasks(most, self._on_abandoned, self._fail_role),
             )
-            if self.ctx.who.slot == EVALUATES:
+            if self.ctx.who.slot == EVALUATION_SLOT:
                 places = self.settings.episodes_in_flight
                 self.evaluation = EpisodeEvaluation(self.ctx, self.config, self.tasks, self.player, self._seed, places)
             await self.ctx.ready()
@@ -305,7 +305,7 @@ class EnvRole(RouterRole[EnvSettings]):
         remaining = await cancel_all([*also, *(task for group in groups for task in group.tasks)])
         # The queue may be gone as well: then the tickets lapse.
         with suppress(RelaxError, TimeoutError):
-            async with asyncio.timeout(LAST_WORD_S):
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 if held := [g.ticket.group for g in groups if g.ticket.group in self.queue.groups]:
                     await self.queue.release_groups(held, why, losses=losses)
         return len(remaining)
@@ -340,11 +340,11 @@ class EnvRole(RouterRole[EnvSettings]):
                 )
             if self.evaluation is not None and (when := self.evaluation.due(record)):
                 await self.evaluation.evaluate(record, when)
-            elif not self._may_begin and self.ctx.who.slot != EVALUATES:
+            elif not self._may_begin and self.ctx.who.slot != EVALUATION_SLOT:
                 # Wait until the first slot has evaluated the weights before the first step.
-                first = self.ctx.actor(EVALUATES, EnvApi, timeout_s=10 * ASK_S)
+                first = self.ctx.actor(EVALUATION_SLOT, EnvApi, timeout_s=10 * ASK_S)
                 while record.step == 0:
-                    self.ctx.progress.waiting(f"{EVALUATES} evaluates the first weights")
+                    self.ctx.progress.waiting(f"{EVALUATION_SLOT} evaluates the first weights")
                     with suppress(RelaxError):
                         if await first.may_begin():
                             break

@@ -158,7 +158,7 @@ CALL_S = 60.0
 """Timeout of a call of the gateway: long enough for a restart of it."""
 RENEW_S = LEASE_S / 6
 RETRY_S = 0.5
-LAST_WORD_S = 2.0
+RELEASE_TIMEOUT_S = 2.0
 NONCE_BYTES = 9
 
 
@@ -209,7 +209,7 @@ class SessionClient:
         self._renewing.cancel()
         await asyncio.gather(self._renewing, return_exceptions=True)
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=LAST_WORD_S)
+            await asyncio.wait(self._tasks, timeout=RELEASE_TIMEOUT_S)
         for task in self._tasks:
             task.cancel()
         self.fenced.cancel()

@@ -86,7 +86,7 @@ def _did_you_mean(folder: Path) -> str:
 
 
 @contextmanager
-def refused_for_good() -> Iterator[None]:
+def refused_as_bad_input() -> Iterator[None]:
     """Turn what loading a model refuses into BadInput, which ends the run: the next incarnation would refuse it, too.
 
     Raises:

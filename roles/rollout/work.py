@@ -32,7 +32,7 @@ class ActiveGroup:
         saved: tokens that the queue holds, by place in the request.
         refused: by place, where the queue kept less than it was sent: how often in a row, and the tokens then.
         running: places that the engine works on. aborted: completions of those that were aborted.
-        unput: members that are finished and not yet on the queue.
+        pending_put: members that are finished and not yet on the queue.
         ending: why it is released; empty while it is active. taken: the chunks of its aborted members were taken.
     """
 
@@ -44,7 +44,7 @@ class ActiveGroup:
     running: set[int]
     refused: dict[int, tuple[int, int]] = field(default_factory=dict)
     aborted: dict[int, Completion] = field(default_factory=dict)
-    unput: int = 0
+    pending_put: int = 0
     ending: str = ""
     taken: bool = False
 
@@ -55,7 +55,7 @@ class ActiveGroup:
     @property
     def is_settled(self) -> bool:
         """Whether the engine has no member of it any more, and the queue has all finished ones."""
-        return not self.running and not self.unput
+        return not self.running and not self.pending_put
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class RolloutWork:
     @property
     def members(self) -> int:
         """Members in the engine, and those that are finished and not yet on the queue."""
-        return sum(len(group.running) + group.unput for group in self.groups.values())
+        return sum(len(group.running) + group.pending_put for group in self.groups.values())
 
     def add(self, number: int, ticket: Ticket, request: GroupRequest, origin: bytes = b"") -> ActiveGroup:
         """Add a group whose request is about to be given to the engine."""
@@ -123,7 +123,7 @@ class RolloutWork:
             if completion.finish_reason == ABORTED:
                 group.aborted[chunk.member] = completion
             else:
-                group.unput += 1
+                group.pending_put += 1
                 self._finished.append((group, completion))
 
     def _is_due(self, group: ActiveGroup, place: int, length: int) -> bool:
@@ -141,7 +141,7 @@ class RolloutWork:
     def put(self, done: Iterable[tuple[ActiveGroup, Completion]]) -> None:
         """Note that the queue has these members."""
         for group, _ in done:
-            group.unput -= 1
+            group.pending_put -= 1
             if group.is_settled and not group.aborted:
                 self.groups.pop(group.number, None)
 

@@ -12,7 +12,7 @@ from relax_rt.hosting.gang import Gang
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import model_folder
 from relax_rt.roles.models.device import open_device
-from relax_rt.roles.models.resolve import refused_for_good
+from relax_rt.roles.models.resolve import refused_as_bad_input
 from relax_rt.roles.rollout.engines.settings import EngineSettings, SamplingTable
 from relax_rt.roles.training.algorithms.objective import Objective
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
@@ -48,7 +48,7 @@ def open_torch(
     gang = _join() if table.count > 1 else None
     ranks = TorchRanks(gang.store(), gang.rank, gang.world_size, device) if gang is not None else None
     folder, budget = model_folder(ctx), TokenBudget.of(ctx, table.tokens_per_micro_batch, TORCH_REMEDY)
-    with refused_for_good():
+    with refused_as_bad_input():
         backend = TorchBackend(
             folder,
             ctx.config.table(AlgorithmTable),
@@ -131,7 +131,7 @@ def open_megatron(ctx: RoleContext, objective: Objective, loop: asyncio.Abstract
         sizes_of(ctx.settings), gang.store(), gang.rank, local_rank=gang.local_rank, seed=ctx.config.run.seed
     )
     folder, budget = model_folder(ctx), TokenBudget.of(ctx, ctx.settings.tokens_per_micro_batch, MEGATRON_REMEDY)
-    with refused_for_good():
+    with refused_as_bad_input():
         choice = choose_layers(ctx.settings.layers)
         if gang.local_rank == 0:
             tell_layers(ctx, choice)

@@ -18,7 +18,7 @@ from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE, model_folder, stage_folder
 from relax_rt.roles.base.progress import no_progress
 from relax_rt.roles.base.role import RLRole, wait_for_peer
-from relax_rt.roles.models.resolve import refused_for_good
+from relax_rt.roles.models.resolve import refused_as_bad_input
 from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable, communicator_of
 from relax_rt.roles.rollout.engines.time_slicing import TimeSlicingApi, TrainerTimeSlicing
 from relax_rt.roles.training.algorithms.settings import SHARING, AlgorithmTable, ColdStartTable
@@ -328,7 +328,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         from relax_rt.roles.training.algorithms.objective import Objective
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
-        with refused_for_good():
+        with refused_as_bad_input():
             # A user's file may have changed since validation.
             longest = self.table(SamplingTable).max_new_tokens
             self.objective = Objective.of(self.algorithm, base=self.config_dir, longest=longest)
@@ -364,7 +364,7 @@ class TrainerRole(RLRole[TrainerSettings]):
         from relax_rt.roles.training.prompt_sampling import PromptCurriculum
 
         table = self.algorithm
-        with refused_for_good():
+        with refused_as_bad_input():
             if table.filters:
                 self._group_filter = GroupFilter.of(self.config, self.queue, self.objective, self.ctx.event)
             if table.sampler is not None:

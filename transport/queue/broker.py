@@ -274,7 +274,7 @@ class Broker(JournaledBroker[Ledger]):
         Raises:
             Unreachable: the broker failed.
         """
-        self._apply(ev.ReportLosses(older_s))
+        self._apply(ev.ReportFailures(older_s))
 
     async def reinstate(self, items: list[str]) -> None:
         self._apply(ev.ReinstateItems(items))

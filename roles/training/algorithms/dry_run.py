@@ -31,7 +31,7 @@ from relax_rt.transport.rpc.errors import Refused
 MAX_SAMPLES, PROMPT, LENGTHS = 4096, 2, 4
 LOSS_GROUPS = 2
 """A micro-batch is of few of a step's groups."""
-LAST_WORD_S = 5
+RELEASE_TIMEOUT_S = 5
 """A part that catches what interrupts it is ended after so much longer."""
 NO_GRADIENT = "its loss has no gradient to tokens.logprobs: nothing would be learnt"
 
@@ -92,7 +92,7 @@ def first_failure(asked: DryRunRequest) -> DryRunFailure | None:
 def _interrupt_after(seconds: float) -> None:
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, LAST_WORD_S)
+        signal.setitimer(signal.ITIMER_REAL, RELEASE_TIMEOUT_S)
         raise DoesNotReturn(f"it does not return within {seconds:g} s")
 
     signal.signal(signal.SIGALRM, interrupt)

@@ -14,7 +14,7 @@ from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.base.sample import Sample, bare_meta
-from relax_rt.roles.models.resolve import refused_for_good
+from relax_rt.roles.models.resolve import refused_as_bad_input
 from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.settings import CriticSettings
 from relax_rt.roles.training.critic.client import CriticApi, CriticReport, CriticSample, TrainingPosition
@@ -57,7 +57,7 @@ class CriticRole(RLRole[CriticSettings]):
         budget = TokenBudget.of(self.ctx, self.settings.tokens_per_micro_batch)
         updates, on_progress = self.table(AlgorithmTable).updates_per_step, self.ctx.progress.advance
         folder = model_folder(self.ctx)
-        with refused_for_good():
+        with refused_as_bad_input():
             return CriticModel(folder, self.settings, on_progress, device, budget, updates=updates)
 
     async def run(self) -> None:

@@ -15,7 +15,7 @@ from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
 from relax_rt.roles.base.role import RLRole
 from relax_rt.roles.base.sample import read_sample
-from relax_rt.roles.models.resolve import refused_for_good
+from relax_rt.roles.models.resolve import refused_as_bad_input
 from relax_rt.roles.models.settings import ModelTable
 from relax_rt.roles.rollout.engines.settings import SamplingTable
 from relax_rt.roles.training.algorithms.settings import ColdStartTable
@@ -89,7 +89,7 @@ class ReferenceRole(RLRole[ReferenceSettings]):
 
         device = open_device(self.ctx, self.settings)
         budget = TokenBudget.of(self.ctx, self.settings.tokens_per_micro_batch)
-        with refused_for_good():
+        with refused_as_bad_input():
             self.model = FrozenModel(
                 folder,
                 dtype=self.settings.dtype,

@@ -20,7 +20,7 @@ from relax_rt.transport.queue.ledger.failures import (
     count_success,
     fail_members,
     find_stuck,
-    killed_consumers,
+    quarantine_members,
     reset_failures,
 )
 from relax_rt.transport.queue.ledger.messages import (
@@ -365,7 +365,7 @@ def lapse(core: Core, lease: Lease, *, pinned: bool, blame: bool = True) -> None
         bad = {key.member: "quarantined" for key, sample in group.members() if sample.deaths >= limit}
         # A group on lease to the trainer is frozen; its end is the trainer's.
         if bad and not group.lease:
-            killed_consumers(core, group, lease.task, list(bad), limit)
+            quarantine_members(core, group, lease.task, list(bad), limit)
             core.end(group, "dropped(sibling)", member_states=bad, fate="retire")
     _offer_again(core, lease.task, groups, [key for key, _ in samples])
 

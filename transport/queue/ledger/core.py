@@ -15,7 +15,7 @@ from relax_rt.transport.memory.block_table import BlockTable
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.queue.ledger.messages import SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy
-from relax_rt.transport.queue.ledger.state import Lease, PackedRun, SampleGroup, SamplePart, SampleState, State
+from relax_rt.transport.queue.ledger.state import Lease, PackedSamples, SampleGroup, SamplePart, SampleState, State
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -36,7 +36,7 @@ class ReadyQueue:
 
     def __init__(self, task: str) -> None:
         self.task = task
-        self.entries: OrderedDict[SampleKey, PackedRun | None] = OrderedDict()
+        self.entries: OrderedDict[SampleKey, PackedSamples | None] = OrderedDict()
 
     def __iter__(self) -> Iterator[SampleKey]:
         for key, run in self.entries.items():
@@ -59,10 +59,10 @@ class ReadyQueue:
     def __contains__(self, key: SampleKey) -> bool:
         return key in self.entries
 
-    def _keys_of(self, run: PackedRun) -> list[SampleKey]:
+    def _keys_of(self, run: PackedSamples) -> list[SampleKey]:
         return [SampleKey(run.first + n, 0) for n in range(run.next[self.task], run.count)]
 
-    def run_of(self, key: SampleKey) -> PackedRun | None:
+    def run_of(self, key: SampleKey) -> PackedSamples | None:
         """The packed run that a ready sample is in; None for a single one."""
         if self.entries.get(key, key) is None:
             return None
@@ -77,11 +77,11 @@ class ReadyQueue:
         """Remove a sample, if it is there."""
         self.entries.pop(key, None)
 
-    def add_run(self, run: PackedRun) -> None:
+    def add_run(self, run: PackedSamples) -> None:
         """Add a packed run behind the others."""
         self.entries[SampleKey(run.first, 0)] = run
 
-    def remove_run(self, run: PackedRun) -> None:
+    def remove_run(self, run: PackedSamples) -> None:
         """Remove a packed run of which nothing is ready any more."""
         del self.entries[SampleKey(run.first, 0)]
 
@@ -91,13 +91,13 @@ class ReadyQueue:
             if key in self.entries:
                 self.entries.move_to_end(key, last=False)
 
-    def unpack(self, runs: Mapping[int, PackedRun]) -> None:
+    def unpack(self, runs: Mapping[int, PackedSamples]) -> None:
         """Replace packed runs (by first sample) by their samples, in their places."""
         there = [key for key in (SampleKey(first, 0) for first in runs) if self.entries.get(key) is not None]
         if not there:
             return
         # Leases take from the front, so that what is to be unpacked mostly lies there too.
-        front: list[tuple[SampleKey, PackedRun | None]] = []
+        front: list[tuple[SampleKey, PackedSamples | None]] = []
         left = len(there)
         for key, run in self.entries.items():
             if run is None or run.first not in runs:

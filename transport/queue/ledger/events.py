@@ -8,7 +8,7 @@ from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import Extent
 from relax_rt.transport.queue.ledger.messages import BlockPut, Failure, LeaseRequest, PartialChunk, SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits
-from relax_rt.transport.queue.ledger.state import RunSlice
+from relax_rt.transport.queue.ledger.state import SampleRange
 from relax_rt.transport.rpc.identity import Incarnation
 
 
@@ -90,7 +90,7 @@ class ReinstateItems(msgspec.Struct, frozen=True, tag="reinstate_items"):
     items: list[str]
 
 
-class ReportLosses(msgspec.Struct, frozen=True, tag="report_losses"):
+class ReportFailures(msgspec.Struct, frozen=True, tag="report_losses"):
     """Report the losses that were not reported and whose cause was last reported at least `older_s` seconds ago."""
 
     older_s: float
@@ -102,7 +102,7 @@ class RequestLease(msgspec.Struct, frozen=True, tag="request_lease", gc=False):
     task: str
     request: LeaseRequest
     keys: list[SampleKey] | None = None
-    slices: list[RunSlice] = []
+    slices: list[SampleRange] = []
 
 
 class CompleteLease(msgspec.Struct, frozen=True, tag="complete_lease", gc=False):
@@ -188,7 +188,7 @@ Event = (
     | ReleaseGroups
     | SkipGroups
     | ReinstateItems
-    | ReportLosses
+    | ReportFailures
     | RequestLease
     | CompleteLease
     | UnpinLeases

@@ -20,7 +20,7 @@ from relax_rt.transport.queue.ledger.messages import (
     SampleKey,
 )
 from relax_rt.transport.queue.ledger.packed import unpack_all
-from relax_rt.transport.queue.ledger.state import LateItem, LossCause, ProgressState, SampleGroup, SampleState
+from relax_rt.transport.queue.ledger.state import LossCause, ProgressState, SampleGroup, SampleState, TimedOutItem
 from relax_rt.transport.rpc.identity import Incarnation
 
 
@@ -186,7 +186,7 @@ _LINE = re.compile(r"([^\s:()'\"]+\.py:\d+)")
 _NUMBER = re.compile(r"\d+")
 
 
-class Judged(NamedTuple):
+class FailureVerdict(NamedTuple):
     """Judgement of a failure.
 
     Attributes:
@@ -199,10 +199,10 @@ class Judged(NamedTuple):
     retire: bool
 
 
-def failed(core: Core, group: SampleGroup, task: str, failures: Sequence[Failure]) -> Judged:
+def failed(core: Core, group: SampleGroup, task: str, failures: Sequence[Failure]) -> FailureVerdict:
     """Count failed members of a group, and the group once each of its members failed with no success in between."""
     if not core.policy.group_size or group.prompt is None:
-        return Judged(False, False)
+        return FailureVerdict(False, False)
     for failure in failures:
         group.item = failure.item or group.item
         _count(core, group, task, failure)
@@ -211,14 +211,14 @@ def failed(core: Core, group: SampleGroup, task: str, failures: Sequence[Failure
     group.failed = sorted({*group.failed, *(failure.key.member for failure in failures)})
     group.late = group.late and all(failure.late for failure in failures)
     if len(group.failed) < group.size:
-        return Judged(False, False)
+        return FailureVerdict(False, False)
     late, item = group.late, group.item
     group.failed, group.late = [], True
     failed_group(core, group)
     if not late or not item or not core.policy.item_timeouts or item in core.policy.kept_items:
-        return Judged(True, False)
+        return FailureVerdict(True, False)
     # Several groups of one item may be under way when the first of them retires it.
-    return Judged(True, item in core.state.progress.retired or _late_again(core, group, item, task))
+    return FailureVerdict(True, item in core.state.progress.retired or _late_again(core, group, item, task))
 
 
 def failed_group(core: Core, group: SampleGroup) -> None:
@@ -262,7 +262,7 @@ def reset_failures(core: Core) -> None:
     state.failed_groups, state.prompts, state.no_progress = 0, [], False
 
 
-def killed_consumers(core: Core, group: SampleGroup, task: str, members: Sequence[int], deaths: int) -> None:
+def quarantine_members(core: Core, group: SampleGroup, task: str, members: Sequence[int], deaths: int) -> None:
     """These members are quarantined: their consumers ended while they worked on them."""
     if not core.policy.group_size or group.prompt is None:
         return
@@ -400,11 +400,11 @@ def _late_again(core: Core, group: SampleGroup, item: str, task: str) -> bool:
     """
     state, late = core.state.progress, core.state.progress.late.setdefault(task, {})
     passed = state.passed.get(task, 0)
-    found = late.pop(item, LateItem(0, group.passed.get(task, 0), passed))
+    found = late.pop(item, TimedOutItem(0, group.passed.get(task, 0), passed))
     if any(other.passed == passed for other in late.values()):
-        found = LateItem(0, passed, passed)
+        found = TimedOutItem(0, passed, passed)
     else:
-        found = LateItem(found.times + 1, found.since, passed)
+        found = TimedOutItem(found.times + 1, found.since, passed)
     late[item] = found
     while len(late) > MAX_LATE_ITEMS:
         del late[next(iter(late))]

@@ -197,11 +197,11 @@ HANDLERS: dict[type[ev.Event], Handler] = {
 }
 """Events of callers: each has one handler, and one type of reply."""
 
-OWN_HANDLERS: dict[type[ev.Event], Callable[[Core, Any], Reply | None]] = {
+BROKER_HANDLERS: dict[type[ev.Event], Callable[[Core, Any], Reply | None]] = {
     ev.ConfigureQueue: configure,
     ev.OpenRun: open_run,
     ev.ReinstateItems: lambda core, event: failures.reinstate(core, event.items),
-    ev.ReportLosses: lambda core, event: failures.report_losses(core, event.older_s),
+    ev.ReportFailures: lambda core, event: failures.report_losses(core, event.older_s),
     ev.MoveBlocks: memory.moved,
     ev.Lapse: lapse_overdue,
     ev.ProcessExited: process_exited,
@@ -313,7 +313,7 @@ class Ledger:
         core.now, core.changed, core.notices, core.touched = entry.at, False, [], set()
         full = core.used_bytes >= core.state.limits.capacity_bytes
         if who is None:
-            own = OWN_HANDLERS.get(type(event))
+            own = BROKER_HANDLERS.get(type(event))
             if own is None:
                 raise Refused(f"event {type(event).__name__}", why="it needs a caller")
             answer: Answer = own(core, event) or Acknowledged()

@@ -17,7 +17,7 @@ ABOUT = 80
 MAX_PROMPTS = 8
 """Different prompts that a loss counts."""
 
-CountOrNone = Annotated[int, msgspec.Meta(ge=-1, le=1 << 48)]
+CountOrUnknown = Annotated[int, msgspec.Meta(ge=-1, le=1 << 48)]
 """-1: not known."""
 Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 """NaN has no order."""
@@ -60,7 +60,7 @@ class RowPut(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     key: SampleKey
     row: Count
-    length: CountOrNone = -1
+    length: CountOrUnknown = -1
     versions: list[VersionSpan] = []
     priority: Finite = 0.0
 
@@ -76,8 +76,8 @@ class BlockPut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     block: BlockRef
     rows: list[RowPut]
     blobs: list[BlobRef] = []
-    version: CountOrNone = -1
-    lengths: list[CountOrNone] = []
+    version: CountOrUnknown = -1
+    lengths: list[CountOrUnknown] = []
 
 
 class Ticket(msgspec.Struct, frozen=True):

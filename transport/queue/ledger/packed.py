@@ -11,7 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from relax_rt.transport.queue.ledger.core import ROOM, Core
 from relax_rt.transport.queue.ledger.messages import BlockPut, LeaseRequest, SampleKey, SampleRun
-from relax_rt.transport.queue.ledger.state import Lease, PackedRun, RunSlice, SampleGroup, SamplePart, SampleState
+from relax_rt.transport.queue.ledger.state import (
+    Lease,
+    PackedSamples,
+    SampleGroup,
+    SamplePart,
+    SampleRange,
+    SampleState,
+)
 from relax_rt.transport.rpc.identity import Incarnation
 
 _ONE_LESS = bytes([0, *range(255)])
@@ -30,13 +37,13 @@ def add(core: Core, first: int, item: BlockPut, block: int) -> None:
     """Add the rows of a block as the samples `first`, `first` + 1 and so on."""
     tasks, count = core.tasks_with(item.block.fields), item.block.rows
     left = bytes([len(core.policy.tasks)]) * count
-    run = PackedRun(first, count, block, list(item.lengths), dict.fromkeys(tasks, 0), {}, left, count)
+    run = PackedSamples(first, count, block, list(item.lengths), dict.fromkeys(tasks, 0), {}, left, count)
     core.state.runs[first] = run
     core.held += count
     index(core, run)
 
 
-def index(core: Core, run: PackedRun) -> None:
+def index(core: Core, run: PackedSamples) -> None:
     """Enter a run in the indices of ready work."""
     for task, begin in run.next.items():
         if begin < run.count:
@@ -44,25 +51,25 @@ def index(core: Core, run: PackedRun) -> None:
             core.touched.add(task)
 
 
-def choose(core: Core, task: str, request: LeaseRequest) -> list[RunSlice]:
+def choose(core: Core, task: str, request: LeaseRequest) -> list[SampleRange]:
     """The first samples that are ready for a task; none if they are not all packed, or not chosen by number alone."""
     if not core.state.runs or request.groups or request.tokens:
         return []
-    found: list[RunSlice] = []
+    found: list[SampleRange] = []
     wanted = request.samples
     for run in core.ready[task].entries.values():
         if run is None:
             return []
         begin = run.next[task]
         end = min(run.count, begin + wanted)
-        found.append(RunSlice(run.first, begin, end))
+        found.append(SampleRange(run.first, begin, end))
         wanted -= end - begin
         if not wanted:
             break
     return found
 
 
-def grant(core: Core, who: Incarnation, task: str, slices: list[RunSlice]) -> Lease:
+def grant(core: Core, who: Incarnation, task: str, slices: list[SampleRange]) -> Lease:
     """Lease these samples, the first ones that are ready for the task."""
     runs, ready = core.state.runs, core.ready[task]
     blocks = [runs[one.run].block for one in slices]
@@ -130,7 +137,7 @@ def keys_of(lease: Lease) -> list[SampleKey]:
     return packed or lease.keys
 
 
-def group_at(run: PackedRun, n: int) -> SampleGroup:
+def group_at(run: PackedSamples, n: int) -> SampleGroup:
     """The group that the n-th sample of a run would be."""
     at_work = {task: id_ for id_, (task, start, end) in run.leases.items() if start <= n < end}
     done = [task for task, begin in run.next.items() if n < begin and task not in at_work]
@@ -139,7 +146,7 @@ def group_at(run: PackedRun, n: int) -> SampleGroup:
     return SampleGroup(run.first + n, None, 0, 0, [sample])
 
 
-def unfinished(run: PackedRun) -> Iterator[SampleGroup]:
+def unfinished(run: PackedSamples) -> Iterator[SampleGroup]:
     """The groups that the samples of a run would be."""
     return (group_at(run, n) for n, left in enumerate(run.left) if left)
 
@@ -148,7 +155,7 @@ def unpack(core: Core, firsts: Iterable[int]) -> None:
     """Make groups of these runs' samples, and of those that share a lease with them: a lease is packed as a whole."""
     state = core.state
     todo = [first for first in firsts if first in state.runs]
-    gone: dict[int, PackedRun] = {}
+    gone: dict[int, PackedSamples] = {}
     while todo:
         run = state.runs.pop(todo.pop(), None)
         if run is None:
@@ -210,6 +217,6 @@ def audit(core: Core) -> list[str]:
         if list(run.left) != left or run.open != run.count - left.count(0) or not run.open:
             wrong.append(f"run {run.first} has {list(run.left)} tasks left, {left} by its leases; {run.open} open")
         for id_, (_, start, end) in run.leases.items():
-            if id_ not in leases or RunSlice(run.first, start, end) not in leases[id_].slices:
+            if id_ not in leases or SampleRange(run.first, start, end) not in leases[id_].slices:
                 wrong.append(f"run {run.first} is at work under lease {id_}, which does not hold it")
     return wrong

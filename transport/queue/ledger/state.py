@@ -182,7 +182,7 @@ class PartialTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return 2 * len(self.tokens) + len(self.rows) + 32 * len(self.spans) + 64
 
 
-class RunSlice(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class SampleRange(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Samples [start, end) of the packed run whose first sample is `run`."""
 
     run: int
@@ -190,7 +190,7 @@ class RunSlice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     end: int
 
 
-class PackedRun(msgspec.Struct, array_like=True, gc=False):
+class PackedSamples(msgspec.Struct, array_like=True, gc=False):
     """Samples of one put, each a group of its own, that nothing has happened to but leases and completions in order.
 
     Attributes:
@@ -311,7 +311,7 @@ class Lease(msgspec.Struct, array_like=True, gc=False):
     Attributes:
         blocks: those in its holder's grant. pins: the extents of these, which it may be reading.
         holder: who works on it; of an ended lease, who may still be reading.
-        slices: its samples while they are packed (see PackedRun); keys is empty then.
+        slices: its samples while they are packed (see PackedSamples); keys is empty then.
     """
 
     id: int
@@ -320,7 +320,7 @@ class Lease(msgspec.Struct, array_like=True, gc=False):
     blocks: list[int]
     pins: list[Extent]
     holder: Incarnation
-    slices: list[RunSlice] = []
+    slices: list[SampleRange] = []
 
     def groups(self) -> list[int]:
         """Ids of its groups, each once."""
@@ -354,7 +354,7 @@ class LossCause(msgspec.Struct):
     reported_at: float = 0.0
 
 
-class LateItem(msgspec.Struct, frozen=True, array_like=True):
+class TimedOutItem(msgspec.Struct, frozen=True, array_like=True):
     """Whole attempts of an item at one task that were late.
 
     Attributes:
@@ -382,7 +382,7 @@ class ProgressState(msgspec.Struct):
     no_progress: bool = False
     causes: list[LossCause] = []
     passed: dict[str, int] = {}
-    late: dict[str, dict[str, LateItem]] = {}
+    late: dict[str, dict[str, TimedOutItem]] = {}
     retired: dict[str, Retired] = {}
     revision: int = 0
 
@@ -421,7 +421,7 @@ class State(msgspec.Struct):
     next_epoch: int = 1
     prompts: PromptPool = msgspec.field(default_factory=PromptPool)
     groups: dict[int, SampleGroup] = {}
-    runs: dict[int, PackedRun] = {}
+    runs: dict[int, PackedSamples] = {}
     trained: dict[int, SampleGroup] = {}
     reopened: dict[int, None] = {}
     leases: dict[int, Lease] = {}

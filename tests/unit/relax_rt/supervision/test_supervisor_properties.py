@@ -386,10 +386,10 @@ class World(RuleBasedStateMachine):
             if s.state == "backoff":
                 assert s.deadline is not None or (s.restart_group is not None and s.restart_group.missing), s.name
             elif s.state == "pending":
-                if s.without_room:
+                if s.unplaceable:
                     slots = s.role.slots if s.role.rules.gang else [s]
                     assert isinstance(self.room_for(slots), NoRoom), f"there is room for {s.name}"
-                assert s.without_room or (s.gated and self.core._tree.not_ready_below(s.spec.tier)), s.name
+                assert s.unplaceable or (s.gated and self.core._tree.not_ready_below(s.spec.tier)), s.name
                 assert s.status(self.core._now).waiting, "what is not started says why"
             elif s.live and s.state != "ready":
                 assert s.deadline is not None, s.name

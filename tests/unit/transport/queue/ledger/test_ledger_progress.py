@@ -192,7 +192,7 @@ def test_a_loss_is_reported_at_once_and_then_at_doublings_or_every_few_seconds()
     q.scored()
     assert told[-1]["members"] == 65
     q.d.now -= 59
-    q.d.own(ev.ReportLosses(0.0))
+    q.d.own(ev.ReportFailures(0.0))
     assert told[-1]["members"] == 66, "also where a reboot set the clock back"
     q.d.check_replay()
 
