@@ -312,7 +312,7 @@ class IncidentTracker:
             case "slot_given_up":
                 one.add(lines, f"escalated: given up, {event.get('left', '?')} others go on, as it {reason}")
                 self._open.pop(slot, None)
-            case "slot_unplaced" | "slot_waiting_for_node":
+            case "slot_unplaced":
                 one.add(lines, f"waits for room: {reason}")
             case "spawned_without_zygote":
                 one.add(lines, f"started without the zygote: {reason}")

@@ -106,8 +106,8 @@ def plan(
     json: Json = False,
 ) -> int:
     """Show what a run will need and do."""
-    nodes = None if inventory is None else load_inventory(inventory)
     try:
+        nodes = None if inventory is None else load_inventory(inventory)
         # With an inventory, loading reports every reason why the run does not fit on its machines.
         loaded = load_config(config, overrides or (), inputs=nodes is None, inventory=nodes)
     except ConfigErrors as error:

@@ -21,7 +21,6 @@ NOTES: dict[str, tuple[Tone, str]] = {
     "slot_killed": ("warning", "{slot} is killed: {reason}"),
     "slot_given_up": ("error", "{slot} is given up, {left} others continue: it {reason}"),
     "slot_unplaced": ("warning", "there is no room for {slot}: {reason}"),
-    "slot_waiting_for_node": ("warning", "{slot} waits for its node: {reason}"),
     "role_restarting": ("error", "{role} is restarted as a whole, as {slot} {reason}"),
     "gang_failed": ("error", "gang {role} fails in generation {generation}: {slot}: {cause}"),
     "gang_started": ("plain", "gang {role} starts with {ranks} ranks as generation {generation}"),

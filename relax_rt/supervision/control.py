@@ -1,7 +1,7 @@
 """Client of a run's agent, by run directory; synchronous, for the command line and for tests.
 
-Functions raise NoRun where no live run in the directory, Unreachable where its agent does not answer, and Refused
-where the agent refuses the request (see AgentApi for its reasons).
+Functions raise NoRun where there is no live run in the directory, Unreachable where its agent does not answer, and
+Refused where the agent refuses the request (see AgentApi for its reasons).
 """
 
 from __future__ import annotations

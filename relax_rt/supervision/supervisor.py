@@ -245,7 +245,7 @@ class Supervisor:
                     slot.progressed_at = self._now
                     self._emit("slot_ready", slot)
                     self._enter(slot, "ready", self._hang_timeout_s(slot))
-                    slot.role.begin_good_time(slot, self._now)
+                    slot.role.begin_ready_time(slot, self._now)
             case SlotFinished():
                 slot.finished = True
                 if slot.state in ("starting", "ready", "hung"):
@@ -289,8 +289,8 @@ class Supervisor:
         """
         # The order of the cases is the policy. An ending run restarts nothing. A slot that an operator took down stays
         # down, whatever it died of. A failure that no restart can fix ends the run. A member of a group only waits for
-        # the others: its exit was requested. Any other exit that was not
-        # requested is a failure, unless the role had finished.
+        # the others: its exit was requested. Any other exit that was not requested is a
+        # failure, unless the role had finished.
         #
         # `exited` marks the slot as no longer live while this is decided, for the loops below that look at all slots;
         # entering the next state clears it.

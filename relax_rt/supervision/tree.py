@@ -88,7 +88,7 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
             and the others are killed, because a collective that lost a member cannot be finished.
         min_ready: slots that must be ready before higher tiers start, and must be left when one is given up.
             None: all.
-        role_restarts, role_period_s: restarts of the whole role allowed within a window of good time, once one of its
+        role_restarts, role_period_s: restarts of the whole role allowed within a window of ready time, once one of its
             slots has used up its own.
         slot: rules of the slots that `scale` adds; None: those of its first slot.
     """
@@ -103,7 +103,7 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RestartWindow:
-    """Limits restarts after failures: `max_restarts` within `period_s` of good time.
+    """Limits restarts after failures: `max_restarts` within `period_s` of ready time.
 
     Good time is what passes between `resume` and `pause`: waits, starts and hangs do not age a restart.
     """
@@ -255,7 +255,7 @@ class RestartGroup:
 
 
 class RoleRestart(NamedTuple):
-    """A restart of a whole role: the slot whose failures caused it, at which good time of it, and its first failure."""
+    """A restart of a whole role: the slot whose failures caused it, its ready time then, and its first failure."""
 
     slot: Slot
     ready_s: float
@@ -291,8 +291,8 @@ class RoleNode:
         self.slots = sorted([*self.slots, slot], key=lambda s: s.index)
         return slot
 
-    def begin_good_time(self, slot: Slot, now: float) -> None:
-        """The slot is ready; good time of slots that count as one begins once all of them are."""
+    def begin_ready_time(self, slot: Slot, now: float) -> None:
+        """The slot is ready; ready time of slots that count as one begins once all of them are."""
         if not self.fails_together or all(s.state in ("ready", "ended") for s in self.slots):
             slot.window.resume(now)
 

@@ -31,7 +31,6 @@ from relax_rt.roles.training.batch.rows import mini_batches, pick
 from relax_rt.transport.base.versions import VersionRecord
 
 if TYPE_CHECKING:
-    from relax_rt.roles.training.algorithms.objective import Objective
     from relax_rt.roles.training.backend.interface import TrainerBackend
     from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample
 

@@ -23,7 +23,7 @@ import uvloop
 from peers.slots import ANSWER, TOKEN, Slots, name_of
 
 from relax_rt.actors.directory import Directory
-from relax_rt.cluster.registry.core import RegistryCore, Stored
+from relax_rt.cluster.registry.core import RegistryCore, RegistryState
 from relax_rt.interfaces.registry import Changes, RegistryApi
 from relax_rt.roles.agentic.tokens.ledger import TokenLedger
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
@@ -119,7 +119,7 @@ class Fleet:
 
     def __init__(self, path: str) -> None:
         self._address = f"unix://{path}"
-        self._core = RegistryCore(Stored(), 0.0)
+        self._core = RegistryCore(RegistryState(), 0.0)
         for who in (ENGINE, TRAINER):
             assert self._core.issue_epoch(who.slot) == who.epoch
         self._core.announce(TRAINER, 1, "", LEASE_S, 0.0)

@@ -152,13 +152,16 @@ class Objective:
         """Whether rank 0 of a gang needs the columns of all samples, besides masks and rewards, for what is decided
         before the pass that computes gradients.
 
-        Where the proximal log-probabilities come first, the columns come with them (`Leader.log_probabilities`). A
-        user's own part may read any column, declared or not.
+        Where the proximal log-probabilities come first, the columns that advantages and losses read come with them
+        (`Leader.log_probabilities`). A user's own part may read any column, declared or not; a user's aggregation also
+        gets the samples themselves.
         """
         parts = self.parts
-        own = parts.advantage.target or parts.aggregation.target
+        if parts.aggregation.target:
+            return True
         prepares = parts.loss.target and "prepare" in parts.loss.part.extras
-        return not self.proximal_first and bool(own or prepares or "reference" in parts.advantage.needs)
+        needed = parts.advantage.target or prepares or "reference" in parts.advantage.needs
+        return bool(needed) and not self.proximal_first
 
     @property
     def updates_per_step(self) -> int:

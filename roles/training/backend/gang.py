@@ -539,7 +539,8 @@ def decode_samples(
         if sample.replica >= 0:
             place = sample.meta.group, sample.meta.member
             mine = (held or {}).get(place)
-            if mine is None:
+            # A lease that failed on another rank leaves its samples here; leased again, they may be another replica's.
+            if mine is None or mine.replica != sample.replica:
                 found.append(stand_in(*place, sample.replica))
                 continue
             given: dict[str, Any] = dict.fromkeys(RANK_0_COLUMNS)

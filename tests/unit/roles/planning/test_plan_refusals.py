@@ -208,3 +208,11 @@ def test_problems_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["ok"] is False
     assert found["problems"][0]["path"] == ["roles", "trainer", "count"]
     assert found["problems"][0]["place"]["column"] == len(f"{TRAINER}.count=") + 1
+
+
+def test_problems_of_an_inventory_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = tmp_path / "nodes.toml"
+    nodes.write_text("[[node]]\n")
+    assert main(["plan", str(DENSE / "roles.toml"), "--inventory", str(nodes), "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False and found["problems"]

@@ -16,7 +16,9 @@ pytest.importorskip("torch")
 
 import share_far_end
 
-from relax_rt.roles.training.backend.shares import assign_replicas, decode_runs, encode_runs
+from relax_rt.roles.base.sample import Sample, bare_meta
+from relax_rt.roles.training.backend.gang import decode_samples, encode_samples
+from relax_rt.roles.training.backend.shares import assign_replicas, decode_runs, encode_runs, shared
 
 
 def test_each_node_receives_the_payload_of_its_own_share_alone(tmp_path: Path) -> None:
@@ -41,6 +43,21 @@ def test_each_node_receives_the_payload_of_its_own_share_alone(tmp_path: Path) -
     first, second = found["computed"]
     assert len(first) == len(second) and sorted(first + second) == sorted(found["wanted"])
     assert {group for group, *_ in first}.isdisjoint(group for group, *_ in second), "a group was divided"
+
+
+def test_a_sample_that_went_to_another_replica_is_not_computed_twice() -> None:
+    """A rank may still hold a sample of a lease that another rank could not read."""
+    sample = Sample(
+        meta=bare_meta(3, 0),
+        tokens=np.arange(4, dtype=np.int32),
+        loss_mask=np.array([0, 0, 1, 1], np.uint8),
+        behaviour_logprobs=np.full(4, -0.5, np.float32),
+        versions=[],
+    )
+    held = {(3, 0): shared(sample, replica=1)}
+    for replica, tokens in ((1, 4), (0, 0)):
+        (decoded,) = decode_samples(encode_samples([shared(sample, replica)]), held)
+        assert len(decoded.tokens) == tokens
 
 
 def samples(*lengths: tuple[int, int]) -> list[Any]:

@@ -460,6 +460,9 @@ def test_a_users_own_parts_by_import_path(tmp_path: Any) -> None:
         Objective.of(AlgorithmTable(loss={"name": "mine.py:my_loss", "scales": 3.0}), base=tmp_path)
     # They may read any column of a sample: rank 0 of a gang must have them all.
     assert objective.reads_columns and mixed.reads_columns
+    # Proximal log-probabilities bring the columns of advantages along, but an aggregation also gets the samples.
+    late = Objective.of(AlgorithmTable(loss={"name": "m2po"}, aggregation="mine.py:counted_halves"), base=tmp_path)
+    assert late.proximal_first and late.reads_columns
 
 
 @pytest.mark.parametrize("table", [{}, {"name": "m2po"}, {"kl": {"name": "k1", "place": "reward"}}])
