@@ -94,7 +94,7 @@ def test_a_sound_run_has_a_whole_account() -> None:
     ("name", "reason"),
     [
         ("double", "prompt 0 was trained in step 1 and again in step 31"),
-        ("fall-back", "trainer/0#2 began behind step 30, although step-000031 of step 31 was complete before it"),
+        ("fall-back", "trainer/0#2 resumed from step 30, although step-000031 of step 31 was complete before it"),
         ("leave-out", "prompt 58 was left out"),
         ("lose-step", "took step 31 where step 30 was due"),
         ("miscount", "samples trained: 240 by the records, 232 by the queue"),
@@ -155,10 +155,10 @@ def tell(**fields: int) -> Callable[[Evidence], None]:
     ("change", "reason"),
     [
         (lose_life, "trainer 2 begins with step 31, and the path before it has 0 steps"),
-        (fall_to(0), "trainer/0#2 began behind step 0, although step-30 of step 30 was complete before it"),
-        (fall_to(0, told=False), "trainer/0#2 began behind step 0, although step-30 of step 30"),
-        (fall_to(20), "trainer/0#2 began behind step 20, although step-30 of step 30"),
-        (lambda e: e.events[3].update(step=20), "went on from step 20 by its own word, and its first step is 31"),
+        (fall_to(0), "trainer/0#2 resumed from step 0, although step-30 of step 30 was complete before it"),
+        (fall_to(0, told=False), "trainer/0#2 resumed from step 0, although step-30 of step 30"),
+        (fall_to(20), "trainer/0#2 resumed from step 20, although step-30 of step 30"),
+        (lambda e: e.events[3].update(step=20), "reported to resume from step 20, but its first step is 31"),
         (end_early, "the path has 59 steps of 60; it lacks \\[60\\]"),
         (split_group, "step 1 has 2 groups of \\[1, 2\\] samples"),
         (make_nothing, "step 1 was trained on groups \\[10, 11\\], which no rollout has made"),

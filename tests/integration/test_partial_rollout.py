@@ -50,7 +50,7 @@ LONG = {
 def run(tmp_path: Path, runs: list[TinyRun]) -> TinyRun:
     shutil.copytree(JOB, tmp_path / "job")
     (tmp_path / "job" / "reward.py").write_text(REWARD)
-    runs.append(TinyRun(tmp_path / "run", tmp_path / "job" / "roles.toml", **LONG, **{"algorithm.steps": 18}))
+    runs.append(TinyRun(tmp_path / "run", tmp_path / "job" / "roles.toml", **LONG, **{"algorithm.steps": 36}))
     return runs[-1]
 
 

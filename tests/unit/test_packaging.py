@@ -88,6 +88,7 @@ def test_modules_that_roles_preload_exist() -> None:
     missing = [
         (entry.name, module)
         for entry in entry_points(group="relax_rt.roles")
+        if entry.dist is not None and entry.dist.name == "relax-rt"  # tests install roles of their own
         for module in getattr(entry.load(), "preload", ())
         if module.startswith("relax_rt.") and find_spec(module) is None
     ]

@@ -75,7 +75,7 @@ COLOCATE = ('algorithm.mode="colocate"', "algorithm.max_staleness=0")
         (
             (*COLOCATE, 'roles.rollout.engine="sglang"', "colocation.give_way_s=10"),
             "colocation.give_way_s",
-            "merely slow",
+            "only slow",
         ),
         (
             ("roles.rollout.sglang.deterministic=true",),

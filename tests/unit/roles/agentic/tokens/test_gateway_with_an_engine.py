@@ -45,7 +45,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 async def episode(world: World) -> ClosedSession:
     """Three turns, the second cut before a stop string, the third streamed; then another answer to the second."""
     async with running(lambda prompt, wanted: "", terms=TERMS) as gateway:
-        gateway.gateway.service._tokens = world  # type: ignore[assignment]
+        gateway.gateway.service._generator = world  # type: ignore[assignment]
         key = gateway.episode(routing=True)
         async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0) as api:
             messages: list[Any] = []

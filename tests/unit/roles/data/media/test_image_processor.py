@@ -133,7 +133,7 @@ slab_mib = 2
         ("trainer", {"count": 2}, "trained in one process"),
         ("trainer", {"lora": LoraTable(rank=4)}, "adapters to such a model"),
         ("reference", {}, "without the images"),
-        ("critic", {}, "what it does not see"),
+        ("critic", {}, "without the images"),
         ("env", {"media_kib": 16_384}, "capacity_mib"),
     ],
 )
