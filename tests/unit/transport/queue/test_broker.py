@@ -226,6 +226,32 @@ async def test_what_a_cancelled_call_was_granted_is_given_back(tmp_path: Path) -
         assert engine.groups == {}
 
 
+@pytest.mark.parametrize("name", ["admit", "lease"])
+async def test_a_grant_is_released_when_its_caller_is_cancelled_as_it_arrives(tmp_path: Path, name: str) -> None:
+    async with world(tmp_path) as w, w.client(ENGINE) as engine, w.client(TRAINER) as trainer:
+        await trainer.rollback(0, V1)
+        if name == "lease":
+            await generate(engine)
+        granted = getattr(engine.api, name)
+
+        async def grant(*args: object) -> object:
+            answer = await granted(*args)
+            # It runs before the caller, which the result of the call wakes later in this turn of the loop.
+            asyncio.get_running_loop().call_soon(asking.cancel)
+            return answer
+
+        setattr(engine.api, name, grant)
+        call = engine.admit(1, 1, wait_s=0) if name == "admit" else engine.lease("reward", samples=2, wait_s=0)
+        asking: asyncio.Task[object] = asyncio.create_task(call)
+        await asyncio.wait([asking])
+        assert asking.cancelled()
+        await asyncio.gather(*engine._background)
+        assert w.broker is not None
+        state = w.broker._ledger.state
+        assert not engine.groups and not engine.leases and not state.leases
+        assert not any(group.holder == ENGINE for group in state.groups.values())
+
+
 async def test_a_full_arena_waits_for_freed_extents(tmp_path: Path) -> None:
     reasons: list[str] = []
     async with (
