@@ -13,7 +13,7 @@ from broker_world import AGENT, World, until, world
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.client import NewSample, QueueClient
-from relax_rt.transport.queue.ledger.messages import Failure, SampleKey, Ticket, VersionSpan
+from relax_rt.transport.queue.ledger.messages import Failure, LeaseRequest, SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
@@ -250,6 +250,21 @@ async def test_a_grant_is_released_when_its_caller_is_cancelled_as_it_arrives(tm
         state = w.broker._ledger.state
         assert not engine.groups and not engine.leases and not state.leases
         assert not any(group.holder == ENGINE for group in state.groups.values())
+
+
+async def test_a_copy_of_a_lease_request_that_was_answered_with_nothing_gets_nothing(tmp_path: Path) -> None:
+    async with world(tmp_path) as w, w.client(ENGINE) as engine, w.client(JUDGE) as judge, w.client(TRAINER) as trainer:
+        await trainer.rollback(0, V1)
+        await judge.progress()
+        broker = w.broker
+        assert broker is not None
+        w.caller = JUDGE
+        copy = asyncio.create_task(broker.lease(77, "reward", LeaseRequest(2), 60.0))
+        await until(lambda: "reward/0" in broker._waits.reasons())
+        w.caller = JUDGE
+        assert (await broker.lease(77, "reward", LeaseRequest(2), 0.0)).waiting_on
+        await generate(engine)
+        assert not await copy and not broker._ledger.state.leases
 
 
 async def test_a_full_arena_waits_for_freed_extents(tmp_path: Path) -> None:
