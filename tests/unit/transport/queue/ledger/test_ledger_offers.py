@@ -444,7 +444,7 @@ def test_packed_samples_do_not_outlive_the_kind_of_their_queue() -> None:
     d = free()
     d.call(ENGINE, ev.PutGroups([BlockPut(d.block(ENGINE, 3), [])], [1, 1, 1]))
     assert d.ledger.state.runs and not d.ledger.state.groups
-    with pytest.raises(Refused, match="another step_task.*3 groups of samples were made under the old one"):
+    with pytest.raises(Refused, match=r"another step_task.*3 groups of samples were made under the old one"):
         d.own(ev.ConfigureQueue(policy(), QueueLimits()))
 
 
