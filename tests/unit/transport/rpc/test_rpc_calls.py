@@ -291,12 +291,11 @@ async def test_the_deadline_of_a_request_that_waits_for_room_runs_from_its_arriv
         server.max_calls = 1
         first = asyncio.create_task(far.hold("first"))
         await implementation.until_working(1)
-        late = asyncio.create_task(client.bind(FarEnd, timeout_s=0.2).hold("late"))
+        late = asyncio.create_task(client.bind(FarEnd, timeout_s=2.0).hold("late"))
         second = asyncio.create_task(client.bind(FarEnd, timeout_s=4.0).hold("second"))
-        with pytest.raises(DeadlineExceeded, match=r"not begun in the 0\.[12][0-9]* s that its caller gave it"):
+        with pytest.raises(DeadlineExceeded, match=r"not begun in the (2|1\.[0-9]*) s that its caller gave it"):
             await late
-        await asyncio.sleep(2.0)
-        # More than half of its four seconds are over when it begins.
+        # Half of its four seconds are over when it begins.
         from_its_begin = asyncio.create_task(asyncio.sleep(4.0))
         first.cancel()
         with pytest.raises(DeadlineExceeded, match=r"not finished in the"):
