@@ -222,8 +222,9 @@ class JournaledBroker(Generic[L]):
         try:
             while True:
                 # A copy of this call, sent over a connection that was lost, may have been answered "nothing yet": then
-                # its caller has gone on, and this copy must not get what nobody would read.
-                reply = self._unmet.get(key) or self._apply(event, who, seq)
+                # its caller has gone on, and this copy must not get what nobody would read. (Such a reply may be false:
+                # a lease of no samples has the length 0.)
+                reply = self._unmet[key] if key in self._unmet else self._apply(event, who, seq)
                 if not isinstance(reply, kind):
                     why, hint = "another call had this number", "number changing calls anew"
                     raise Refused(f"call {seq} of {who}", why=why, hint=hint)

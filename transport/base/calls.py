@@ -6,6 +6,7 @@ The brokers of the queue and of the store keep the newest answers of each caller
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
@@ -92,7 +93,7 @@ class NumberedCalls:
         finally:
             del self._unanswered[seq]
             self._answered.set()
-            if self._silence_reported and not self._unanswered:
+            if self._silence_reported and loop.time() < self._silent_at():
                 self._silence_reported = False
                 self._on_wait("")
 
@@ -117,16 +118,20 @@ class NumberedCalls:
 
         return await self.call(once)
 
+    def _silent_at(self) -> float:
+        """When the oldest call without an answer has waited too long for it."""
+        return next(iter(self._unanswered.values()), math.inf) + SILENT_S
+
     def _check_silence(self) -> None:
         """Report a wait: a broker that lives answers sooner, if only with the reason of a wait."""
         self._silence = None
         if not self._unanswered:
             return
         loop = asyncio.get_running_loop()
-        due = next(iter(self._unanswered.values())) + SILENT_S
+        due = self._silent_at()
         if due <= loop.time():
             self._silence_reported = True
-            self._on_wait(f"the queue's broker has not answered for {SILENT_S:g} s")
+            self._on_wait(f"the broker has not answered for {SILENT_S:g} s")
             due = loop.time() + SILENT_S
         self._silence = loop.call_at(due, self._check_silence)
 
@@ -134,7 +139,7 @@ class NumberedCalls:
         loop = asyncio.get_running_loop()
         backoff = Backoff(_BACKOFF, self._rng)
         while loop.time() < deadline:
-            self._on_wait(f"the queue cannot be reached: {error}")
+            self._on_wait(f"the broker cannot be reached: {error}")
             await asyncio.sleep(backoff.next_delay_s() or 0.0)
             self._resent += 1
             try:

@@ -44,7 +44,7 @@ class EventLoopThread:
         """
         if self.is_current():
             work.close()
-            raise Refused("blocking call of the queue", why="it was made on the event loop", hint="use async methods")
+            raise Refused("blocking call", why="it was made on the event loop", hint="use async methods")
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result(min(timeout_s, threading.TIMEOUT_MAX))
@@ -52,9 +52,9 @@ class EventLoopThread:
             if future.done():
                 raise
             future.cancel()
-            raise DeadlineExceeded("call of the queue", why=f"no answer for {timeout_s} s") from error
+            raise DeadlineExceeded("blocking call", why=f"no answer for {timeout_s} s") from error
         except CancelledError as error:
-            raise DeadlineExceeded("call of the queue", why="the event loop cancelled it: the role stops") from error
+            raise DeadlineExceeded("blocking call", why="the event loop cancelled it: the role stops") from error
         except BaseException:
             future.cancel()  # after an interrupt nobody waits for the result
             raise

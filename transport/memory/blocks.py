@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.transport.memory.values import BLOB, BLOB_KIND, DIGEST_BYTES, RAW, STORAGE, TEXT, TORCH, Data, Kind
+from relax_rt.transport.memory.values import BLOB, BLOB_KIND, DIGEST_BYTES, PLAIN, RAW, STORAGE, TEXT, TORCH, Data, Kind
 from relax_rt.transport.rpc.errors import Corrupt, Refused
 
 if TYPE_CHECKING:
@@ -243,9 +243,12 @@ class BlockPlan:
         self._head = HEADER.pack(MAGIC, VERSION, 0, self.rows, len(meta), at) + meta
 
     def layout(self) -> RowLayout | None:
-        """The layout of a single row of arrays; None for any other block."""
+        """The layout of a single row of arrays of plain dtypes; None for any other block.
+
+        Values of bf16 and fp8 are viewed as their bits before they are planned; a layout takes values as they are.
+        """
         sources = self._sources
-        if self.rows != 1 or self.inline or any(source.kind[0] not in STORAGE for source in sources):
+        if self.rows != 1 or self.inline or any(source.kind[0] not in PLAIN for source in sources):
             return None
         return RowLayout(
             np.frombuffer(self._head, np.uint8),

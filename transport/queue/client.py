@@ -641,7 +641,9 @@ class QueueClient:
 
     # --- calls
 
-    async def _finish(self, work: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[None]] | None = None) -> T:
+    async def _finish(
+        self, work: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]] | None = None
+    ) -> T:
         """Carry work to its end also when the caller is cancelled; then undo what it was granted."""
         # A cancelled call may have reached the broker already. Were it cut off here, memory that the broker counts as
         # put could be written again, and a lease that it granted would be held by nobody until it lapses. So the call
@@ -652,7 +654,13 @@ class QueueClient:
         task = loop.create_task(self._carry_out(work, outcome, undo))
         self._background.add(task)
         task.add_done_callback(functools.partial(self._carried_out, outcome))
-        return await outcome
+        try:
+            return await outcome
+        except asyncio.CancelledError:
+            # The caller may be cancelled after `_carry_out` set the result, before it resumes: nobody has the grant.
+            if undo is not None and outcome.done() and not outcome.cancelled() and outcome.exception() is None:
+                self._later(undo(outcome.result()))
+            raise
 
     def _carried_out(self, outcome: asyncio.Future[Any], task: asyncio.Task[None]) -> None:
         self._background.discard(task)
@@ -664,7 +672,9 @@ class QueueClient:
 
     @staticmethod
     async def _carry_out(
-        work: Coroutine[Any, Any, T], outcome: asyncio.Future[T], undo: Callable[[T], Awaitable[None]] | None
+        work: Coroutine[Any, Any, T],
+        outcome: asyncio.Future[T],
+        undo: Callable[[T], Coroutine[Any, Any, None]] | None,
     ) -> None:
         try:
             result = await work

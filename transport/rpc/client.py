@@ -184,7 +184,7 @@ class RpcClient:
     ) -> Any:
         """Call a method with all its arguments, in the order of the wire; what proxies do.
 
-        An idempotent one that is lost is sent again until the deadline, or until `deaths` has enough of it.
+        An idempotent one that is lost is sent again until the deadline, or until `deaths` reaches its limit.
         """
         payload = method.encode_arguments(values)
         loop = asyncio.get_running_loop()
@@ -891,7 +891,7 @@ class RemoteStream(Generic[T]):
         at = f"{what} at {lost.where}"
         try:
             if lost.sent and (self._count or not self._method.idempotent):
-                raise died(at, f"{lost}, after {self._count} items", "a stream is not taken up again", lost)
+                raise died(at, f"{lost}, after {self._count} items", "a stream is not resumed", lost)
             if self._deaths is not None:
                 await self._deaths.count(what, lost, left_s)
         except ActorDied as end:

@@ -38,7 +38,9 @@ def idempotent(fn: F) -> F:
 def eager(fn: F) -> F:
     """Mark an implementation whose calls rarely wait: the server runs them without a task up to their first await.
 
-    Until then there is no current task, so that neither `asyncio.timeout` nor `asyncio.current_task` works there.
+    Until then the call runs in whatever read its request: over a unix socket outside of any task, over ZeroMQ in the
+    task that reads for all peers. So use neither `asyncio.timeout` nor `asyncio.current_task` there: they fail, or
+    cancel that reader. Context variables set there belong to the connection, and its later calls see them.
     """
     setattr(fn, _EAGER, True)
     return fn

@@ -204,11 +204,11 @@ class RpcServer:
         for connection in list(self.connections):
             connection.go_away()
         current = asyncio.current_task()
-        tasks = {call.task for call in self.calls if call.task is not current}
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=grace_s)
+        calls = {call.task: call for call in self.calls if call.task is not current}
+        if calls:
+            _, late = await asyncio.wait(calls, timeout=grace_s)
             for task in late:
-                task.cancel()
+                calls[task].cancel()
             if late:
                 _, stuck = await asyncio.wait(late, timeout=_CANCEL_PATIENCE_S)
                 for task in stuck:
@@ -588,11 +588,20 @@ class CallTask:
     def drop(self) -> None:
         """The caller cancelled, or is gone: cancel the handler, send nothing."""
         self._dropped = True
-        self.task.cancel()
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Cancel the handler."""
+        if self._rest is None:
+            self.task.cancel()
+        else:
+            # The handler ran eagerly up to its first wait. A task that is cancelled before its first step would never
+            # resume it, so that it would not see its cancellation. The loop takes that step before this call.
+            asyncio.get_running_loop().call_soon(self.task.cancel)
 
     def _expire(self) -> None:
         self._expired = True
-        self.task.cancel()
+        self.cancel()
 
     async def _serve(self) -> None:
         message, faulty = await self._outcome()

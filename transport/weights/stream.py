@@ -533,9 +533,7 @@ class _StageReader:
             missing = wrong
             part = next(iter(wrong.values()))
             if attempt:
-                raise Corrupt(
-                    f"weights of {what}, bytes {part.start}-{part.stop}", why="they do not match their digest"
-                )
+                raise Corrupt(f"{what}, bytes {part.start}-{part.stop}", why="they do not match their digest")
 
     def _fetch_ranges(self, places: dict[tuple[int, int], memoryview], name: str) -> Generator[int]:
         """Fetch ranges of a name into their places; yield the offset of each when it is complete.

@@ -34,10 +34,9 @@ from relax_rt.transport.rpc.errors import Corrupt, OutOfSpace, Refused, RelaxErr
 from relax_rt.transport.rpc.identity import Incarnation
 
 CALL_S = 30.0
-SLICE_S = 10.0
-"""Long waits are made of calls of this length."""
-ROOM_SLICE_S = 1.0
-"""Waits for room: memory of a dead process is freed without a reply."""
+SLICE_S = 1.0
+"""Long waits are made of calls of this length: a longer call is reported as a silent broker, and memory of a dead
+process is freed without a reply."""
 SPACE_POLL_S = 0.02
 UNPIN_AFTER_S = 0.002
 """Unpins that come within this time go out together."""
@@ -146,7 +145,7 @@ class StoreClient:
         block, blobs = (placed.block, placed.blobs) if placed is not None else (None, [])
         try:
             while True:
-                slice_s = min(max(deadline - self._loop.time(), 0.0), ROOM_SLICE_S)
+                slice_s = min(max(deadline - self._loop.time(), 0.0), SLICE_S)
                 stored = await self._calls.call(
                     lambda seq, slice_s=slice_s: self.api.put(  # type: ignore[misc]
                         seq, rows, new, block, blobs, tags, replace_tags, slice_s
@@ -266,11 +265,9 @@ class StoreClient:
         """Rows for a task, chosen by the sampler and consumed by this call; waits for them at most wait_s."""
         names, deadline = list(fields), self._loop.time() + wait_s
         while True:
-            slice_s = min(max(deadline - self._loop.time(), 0.0), SLICE_S)
-            found = await self._calls.call(
-                lambda seq, slice_s=slice_s: self.api.sample(  # type: ignore[misc]
-                    seq, partition, task, names, batch, rank, batch_index, slice_s
-                )
+            found = await self._calls.wait(
+                lambda seq, slice_s: self.api.sample(seq, partition, task, names, batch, rank, batch_index, slice_s),
+                min(max(deadline - self._loop.time(), 0.0), SLICE_S),
             )
             if not found.waiting_on or self._loop.time() >= deadline:
                 self._set_waiting("")

@@ -985,8 +985,8 @@ class StoreLedger:
         """Violated invariants, for tests; empty unless the ledger has a defect."""
         wrong, table = self.rows.audit(), self.state.blocks
         counted = {id_: block.rows for id_, block in table.blocks.items()}
-        if counted != (lie := self.rows.references()):
-            wrong.append(f"blocks count the rows {counted}, {lie} lie in them")
+        if counted != (rows := self.rows.references()):
+            wrong.append(f"blocks count the rows {counted}, {rows} lie in them")
         naming = Counter(digest for block in table.blocks.values() for digest in block.blobs)
         if {digest: blob.blocks for digest, blob in table.blobs.items()} != dict(naming):
             wrong.append("blobs are not named as often as counted")

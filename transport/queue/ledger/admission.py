@@ -356,7 +356,7 @@ def check_rows(core: Core, who: Incarnation, puts: list[BlockPut]) -> None:
     core.blocks.check_extents(puts, who)
     for put in puts:
         rows = [row.row for row in put.rows]
-        if len(rows) != put.block.rows or sorted(rows) != list(range(len(rows))):
+        if not rows or len(rows) != put.block.rows or sorted(rows) != list(range(len(rows))):
             raise Refused(
                 f"put by {who}", why=f"a block of {put.block.rows} rows comes with rows {rows[:8]} of samples"
             )

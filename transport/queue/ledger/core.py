@@ -38,20 +38,19 @@ class ReadyQueue:
         self.task = task
         self.entries: OrderedDict[SampleKey, PackedSamples | None] = OrderedDict()
 
-    def __iter__(self) -> Iterator[SampleKey]:
-        for key, run in self.entries.items():
+    def walk(self, newest_first: bool = False) -> Iterator[tuple[SampleKey, PackedSamples | None]]:
+        """Yield the ready samples in order, or from the last one on, each with its packed run (None: a single one)."""
+        entries = self.entries.items()
+        for key, run in reversed(entries) if newest_first else entries:
             if run is None:
-                yield key
+                yield key, None
             else:
-                yield from self._keys_of(run)
+                keys = self._keys_of(run)
+                for one in reversed(keys) if newest_first else keys:
+                    yield one, run
 
-    def __reversed__(self) -> Iterator[SampleKey]:
-        for key in reversed(self.entries):
-            run = self.entries[key]
-            if run is None:
-                yield key
-            else:
-                yield from reversed(self._keys_of(run))
+    def __iter__(self) -> Iterator[SampleKey]:
+        return (key for key, _ in self.walk())
 
     def __len__(self) -> int:
         return sum(1 if run is None else run.count - run.next[self.task] for run in self.entries.values())
@@ -61,13 +60,6 @@ class ReadyQueue:
 
     def _keys_of(self, run: PackedSamples) -> list[SampleKey]:
         return [SampleKey(run.first + n, 0) for n in range(run.next[self.task], run.count)]
-
-    def run_of(self, key: SampleKey) -> PackedSamples | None:
-        """The packed run that a ready sample is in; None for a single one."""
-        if self.entries.get(key, key) is None:
-            return None
-        runs = (run for run in self.entries.values() if run is not None)
-        return next((run for run in runs if run.first <= key.group < run.first + run.count), None)
 
     def add(self, key: SampleKey) -> None:
         """Add a sample behind the others."""

@@ -141,7 +141,8 @@ def configure(core: Core, event: ev.ConfigureQueue) -> None:
 
 
 def _check_change(core: Core, before: LedgerPolicy, after: LedgerPolicy) -> None:
-    held = len(core.state.groups) + len(core.state.trained)
+    state = core.state
+    held = len(state.groups) + len(state.trained) + sum(run.open for run in state.runs.values())
     if not held:
         return
     for what, old, new in (

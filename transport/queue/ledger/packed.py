@@ -7,6 +7,7 @@ groups of their own. Only an event that changes the ledger unpacks, so that a re
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 from relax_rt.transport.queue.ledger.core import ROOM, Core
@@ -184,8 +185,14 @@ def unpack_keys(core: Core, keys: Sequence[SampleKey]) -> None:
     if core.state.runs:
         wanted = {key.group for key in keys} - core.state.groups.keys()
         if wanted:
-            runs = core.state.runs.values()
-            unpack(core, [run.first for run in runs if any(run.first <= id_ < run.first + run.count for id_ in wanted)])
+            # Runs are entered in the order of their first samples, and none is entered again.
+            runs = list(core.state.runs.values())
+            found: set[int] = set()
+            for id_ in wanted:
+                at = bisect_right(runs, id_, key=lambda run: run.first) - 1
+                if at >= 0 and id_ < runs[at].first + runs[at].count:
+                    found.add(runs[at].first)
+            unpack(core, sorted(found))
 
 
 def unpack_all(core: Core) -> None:

@@ -18,9 +18,9 @@ from relax_rt.transport.queue.ledger.admission import (
     recycle,
     regenerate_stale_members,
 )
-from relax_rt.transport.queue.ledger.core import REFUSED, Core, ReadyQueue
+from relax_rt.transport.queue.ledger.core import REFUSED, Core
 from relax_rt.transport.queue.ledger.messages import LeaseRequest, SampleKey
-from relax_rt.transport.queue.ledger.state import SampleGroup
+from relax_rt.transport.queue.ledger.state import PackedSamples, SampleGroup
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -410,31 +410,25 @@ def nothing_ready(core: Core, task: str) -> str:
 
 
 def _samples(core: Core, task: str, newest_first: bool = False) -> Iterator[Unit]:
-    ready = core.ready[task]
-    for order, key in enumerate(reversed(ready) if newest_first else ready):
-        yield _unit(core, _group_of(core, ready, key), (key,), -order if newest_first else order)
+    for order, (key, run) in enumerate(core.ready[task].walk(newest_first)):
+        yield _unit(core, _group_of(core, key, run), (key,), -order if newest_first else order)
 
 
-def _group_of(core: Core, ready: ReadyQueue, key: SampleKey) -> SampleGroup:
+def _group_of(core: Core, key: SampleKey, run: PackedSamples | None) -> SampleGroup:
     """The group of a ready sample, made for this look if it is packed."""
-    group = core.state.groups.get(key.group)
-    if group is None:
-        run = ready.run_of(key)
-        assert run is not None
-        group = packed.group_at(run, key.group - run.first)
-    return group
+    return core.state.groups[key.group] if run is None else packed.group_at(run, key.group - run.first)
 
 
 def _groups(core: Core, task: str, newest_first: bool = False) -> Iterator[Unit]:
     """Groups whose members are all ready for the task, or done with it already (one may have been made again)."""
     ready = core.ready[task]
     seen: set[int] = set()
-    for key in reversed(ready) if newest_first else ready:
+    for key, run in ready.walk(newest_first):
         if key.group in seen:
             continue
         seen.add(key.group)
-        group = _group_of(core, ready, key)
-        if key.group not in core.state.groups:
+        group = _group_of(core, key, run)
+        if run is not None:
             yield _unit(core, group, (key,), -len(seen) if newest_first else len(seen))
             continue
         keys = [key for key, sample in group.members() if task not in sample.done]

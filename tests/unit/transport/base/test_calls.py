@@ -216,7 +216,29 @@ async def test_a_silent_broker_is_reported(
     broker.held[1] = asyncio.Event()
     asking = asyncio.create_task(calls.call(broker))
     await eventually(lambda: bool(told))
-    assert told == ["the queue's broker has not answered for 0.01 s"]
+    assert told == ["the broker has not answered for 0.01 s"]
     broker.held[1].set()
     await asking
     assert told[-1] == ""
+
+
+async def test_a_reported_silence_ends_with_the_answer_though_newer_calls_wait(
+    make: Callable[[float], NumberedCalls], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls_module, "SILENT_S", 0.01)
+    broker, calls = Broker(), make(30.0)
+    broker.held = {seq: asyncio.Event() for seq in (1, 2, 3)}
+    asking = [asyncio.create_task(calls.call(broker)) for _ in range(2)]
+    await eventually(lambda: bool(told))
+    monkeypatch.setattr(calls_module, "SILENT_S", 0.0)
+    broker.held[1].set()
+    await asking[0]
+    assert "" not in told, "the second call has waited too long as well"
+    monkeypatch.setattr(calls_module, "SILENT_S", 3600.0)
+    asking.append(asyncio.create_task(calls.call(broker)))
+    await settle()
+    broker.held[2].set()
+    await asking[1]
+    assert told[-1] == "" and calls.statistics().unanswered == 1
+    broker.held[3].set()
+    assert await asking[2] == 3 and told.count("") == 1

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from eventually import eventually
 from store_driver import Driver
 
+from relax_rt.transport.base.calls import SILENT_S
 from relax_rt.transport.base.liveness import node_name
 from relax_rt.transport.compat.store import ledger as ev
-from relax_rt.transport.compat.store.api import RowNames, StoreConfig
+from relax_rt.transport.compat.store.api import FoundRows, RowNames, StoreConfig
 from relax_rt.transport.compat.store.broker import StoreBroker
 from relax_rt.transport.compat.store.client import StoreClient
 from relax_rt.transport.compat.store.service import StoreService
@@ -178,3 +180,20 @@ async def test_a_put_gives_up_in_time_and_takes_its_memory_back(tmp_path: Path) 
         assert store.writer.statistics().used_bytes == used
         assert store.waiting_on == ""
         assert list((await store.api.list_keys("p"))["p"]) == ["k", "l"]
+
+
+async def test_a_wait_for_samples_is_no_silence_of_the_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slices: list[float] = []
+    async with asyncio.timeout(120), served(tmp_path / "queue") as (_, store):
+        ask = store.api.sample
+
+        async def sample(*arguments: Any) -> FoundRows:
+            slices.append(arguments[-1])
+            return await ask(*arguments[:-1], 0.0)
+
+        monkeypatch.setattr(store.api, "sample", sample)
+        waiting = asyncio.ensure_future(store.sample("p", "t", ["x"], 1, wait_s=100.0))
+        await eventually(lambda: len(slices) > 1)
+        await store.put(RowNames("p", ["k"]), COLUMN)
+        assert (await waiting).keys == ["k"] and store.waiting_on == ""
+    assert max(slices) < SILENT_S, "a call without an answer for so long is reported as a silent broker"

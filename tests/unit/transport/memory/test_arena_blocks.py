@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from arena_world import PAGE, WHO, Clock, free, read, writer
 
+from relax_rt.transport.memory import values as values_module
 from relax_rt.transport.memory.arena import ArenaReader, ArenaWriter, PlacedBlock
 from relax_rt.transport.memory.refs import BlockRef, Extent, slab_name
 from relax_rt.transport.memory.values import Bf16, Shared, digest_of
@@ -100,6 +101,19 @@ def test_a_row_like_one_before_lies_as_if_it_was_planned(tmp_path: Path) -> None
         images = {"a": np.zeros(5000, np.uint8), "b": np.zeros(5000, np.uint8)}
         ((placed, _),) = arena.put_rows([images])
         assert len(placed.blobs) == 1
+
+
+def test_a_second_row_of_bf16_lies_as_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ml_dtypes may not be installed: a dtype of two bytes that numpy does not convert stands for its bfloat16."""
+    monkeypatch.setitem(values_module._BY_NAME, "void16", "bf16")
+    arena, reader = writer(tmp_path), ArenaReader(tmp_path)
+    for i in range(3):
+        bits = np.arange(i, 800 + i, dtype="<u2")
+        ((placed, _),) = arena.put_rows([{"x": bits.view("V2"), "y": np.full(8, i)}])
+        block = read(reader, placed)
+        assert block.dtype("x") == "bf16"
+        np.testing.assert_array_equal(block.value("x", 0), bits)
+        np.testing.assert_array_equal(block.value("y", 0), np.full(8, i))
 
 
 def test_columns_round_trip(tmp_path: Path) -> None:

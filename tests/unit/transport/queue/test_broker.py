@@ -13,7 +13,7 @@ from broker_world import AGENT, World, until, world
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.client import NewSample, QueueClient
-from relax_rt.transport.queue.ledger.messages import Failure, SampleKey, Ticket, VersionSpan
+from relax_rt.transport.queue.ledger.messages import Failure, LeaseRequest, SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.rpc.errors import OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
@@ -224,6 +224,47 @@ async def test_what_a_cancelled_call_was_granted_is_given_back(tmp_path: Path) -
         assert broker is not None
         await until(lambda: broker._ledger.account().get("dropped(returned)") == 2)
         assert engine.groups == {}
+
+
+@pytest.mark.parametrize("name", ["admit", "lease"])
+async def test_a_grant_is_released_when_its_caller_is_cancelled_as_it_arrives(tmp_path: Path, name: str) -> None:
+    async with world(tmp_path) as w, w.client(ENGINE) as engine, w.client(TRAINER) as trainer:
+        await trainer.rollback(0, V1)
+        if name == "lease":
+            await generate(engine)
+        granted = getattr(engine.api, name)
+
+        async def grant(*args: object) -> object:
+            answer = await granted(*args)
+            # It runs before the caller, which the result of the call wakes later in this turn of the loop.
+            asyncio.get_running_loop().call_soon(asking.cancel)
+            return answer
+
+        setattr(engine.api, name, grant)
+        call = engine.admit(1, 1, wait_s=0) if name == "admit" else engine.lease("reward", samples=2, wait_s=0)
+        asking: asyncio.Task[object] = asyncio.create_task(call)
+        await asyncio.wait([asking])
+        assert asking.cancelled()
+        await asyncio.gather(*engine._background)
+        assert w.broker is not None
+        state = w.broker._ledger.state
+        assert not engine.groups and not engine.leases and not state.leases
+        assert not any(group.holder == ENGINE for group in state.groups.values())
+
+
+async def test_a_copy_of_a_lease_request_that_was_answered_with_nothing_gets_nothing(tmp_path: Path) -> None:
+    async with world(tmp_path) as w, w.client(ENGINE) as engine, w.client(JUDGE) as judge, w.client(TRAINER) as trainer:
+        await trainer.rollback(0, V1)
+        await judge.progress()
+        broker = w.broker
+        assert broker is not None
+        w.caller = JUDGE
+        copy = asyncio.create_task(broker.lease(77, "reward", LeaseRequest(2), 60.0))
+        await until(lambda: "reward/0" in broker._waits.reasons())
+        w.caller = JUDGE
+        assert (await broker.lease(77, "reward", LeaseRequest(2), 0.0)).waiting_on
+        await generate(engine)
+        assert not await copy and not broker._ledger.state.leases
 
 
 async def test_a_full_arena_waits_for_freed_extents(tmp_path: Path) -> None:

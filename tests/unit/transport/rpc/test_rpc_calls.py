@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+import msgspec
 import pytest
 import rpc_far_end
 import uvloop
@@ -17,6 +18,7 @@ from rpc_far_end import FarEnd, FarEndImpl, Point, calling, hello, serving
 from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, RemoteError, StaleEpoch, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
 from relax_rt.transport.rpc.rpc import CurveKeys, RpcClient, RpcServer, caller, eager, idempotent, make_hello, tell
+from relax_rt.transport.rpc.wire import PROTOCOL, CancelFrame, HelloFrame, RequestFrame, encode_frame, encode_message
 
 CARRIERS = ("unix", "tcp", "curve")
 
@@ -289,12 +291,11 @@ async def test_the_deadline_of_a_request_that_waits_for_room_runs_from_its_arriv
         server.max_calls = 1
         first = asyncio.create_task(far.hold("first"))
         await implementation.until_working(1)
-        late = asyncio.create_task(client.bind(FarEnd, timeout_s=0.2).hold("late"))
+        late = asyncio.create_task(client.bind(FarEnd, timeout_s=2.0).hold("late"))
         second = asyncio.create_task(client.bind(FarEnd, timeout_s=4.0).hold("second"))
-        with pytest.raises(DeadlineExceeded, match=r"not begun in the 0\.[12][0-9]* s that its caller gave it"):
+        with pytest.raises(DeadlineExceeded, match=r"not begun in the (2|1\.[0-9]*) s that its caller gave it"):
             await late
-        await asyncio.sleep(2.0)
-        # More than half of its four seconds are over when it begins.
+        # Half of its four seconds are over when it begins.
         from_its_begin = asyncio.create_task(asyncio.sleep(4.0))
         first.cancel()
         with pytest.raises(DeadlineExceeded, match=r"not finished in the"):
@@ -402,3 +403,25 @@ async def test_an_eager_handler_that_waits_too_long_is_cancelled(tmp_path: pathl
             await client.bind(Gate, timeout_s=0.05).enter("a", 0.01)
         assert real.left == ["a"] and server.statistics().expired == 1
         await client.close()
+
+
+@pytest.mark.parametrize("end", ["cancel", "eof"])
+async def test_an_eager_handler_sees_a_cancellation_that_comes_with_its_request(
+    tmp_path: pathlib.Path, end: str
+) -> None:
+    async with gate(tmp_path) as (real, server, _):
+        _, writer = await asyncio.open_unix_connection(str(tmp_path / "gate.sock"))
+        greeting = HelloFrame(protocol=PROTOCOL, run_id="run", who=hello().who, pid=1, max_message_bytes=1 << 20)
+        args = msgspec.Raw(msgspec.msgpack.encode(("a", 5.0)))
+        frames = [
+            greeting,
+            RequestFrame(1, "Gate", "enter", 30.0, args),
+            *([CancelFrame(1)] if end == "cancel" else []),
+        ]
+        # One write: the server reads the request and its end in one turn of its loop.
+        writer.write(b"".join(encode_frame(encode_message(frame)) for frame in frames))
+        if end == "eof":
+            writer.close()
+        await eventually(lambda: server.statistics().requests == 1 and server.statistics().inflight == 0)
+        assert real.left == ["a"]
+        writer.close()

@@ -25,7 +25,7 @@ from ledger_driver import (
 from relax_rt.transport.queue.ledger import events as ev
 from relax_rt.transport.queue.ledger.events import JournalEntry
 from relax_rt.transport.queue.ledger.machine import load_samplers
-from relax_rt.transport.queue.ledger.messages import GroupsPut, LeaseGrant, LeaseRequest, RowPut, SampleKey
+from relax_rt.transport.queue.ledger.messages import BlockPut, GroupsPut, LeaseGrant, LeaseRequest, RowPut, SampleKey
 from relax_rt.transport.queue.ledger.policy import LedgerPolicy, QueueLimits, SamplerSpec
 from relax_rt.transport.queue.ledger.selection import Selection, Unit
 from relax_rt.transport.queue.samplers.builtin import load_sampler
@@ -124,6 +124,18 @@ def test_senseless_offers_are_refused() -> None:
     prompts, _ = started()
     with pytest.raises(Refused, match="admits groups of prompts"):
         prompts.offer(ENGINE, 1)
+
+
+def test_a_block_without_rows_is_refused_beside_others() -> None:
+    d = free()
+    empty = BlockPut(d.block(ENGINE, 0, nbytes=ROW_BYTES), [])
+    whole = d.rows(ENGINE, [RowPut(SampleKey(0, 0), 0)])
+    for puts in ([empty, whole], [whole, empty]):
+        with pytest.raises(Refused, match=r"a block of 0 rows comes with rows \[\]"):
+            d.call(ENGINE, ev.PutGroups(puts, [1]))
+    with pytest.raises(Refused, match=r"a block of 1 rows comes with rows \[\]"):
+        d.call(ENGINE, ev.PutGroups([BlockPut(d.block(ENGINE), []), whole], [1]))
+    assert d.call(ENGINE, ev.PutGroups([whole], [1])) == GroupsPut([1])
 
 
 def test_a_failed_offered_sample_is_left_out_and_its_siblings_go_on() -> None:
@@ -426,6 +438,14 @@ def test_a_queue_with_samples_does_not_become_one_of_steps() -> None:
     d.offer(ENGINE, 1)
     with pytest.raises(Refused, match="step_task"):
         d.own(ev.ConfigureQueue(policy(), d.ledger.state.limits))
+
+
+def test_packed_samples_do_not_outlive_the_kind_of_their_queue() -> None:
+    d = free()
+    d.call(ENGINE, ev.PutGroups([BlockPut(d.block(ENGINE, 3), [])], [1, 1, 1]))
+    assert d.ledger.state.runs and not d.ledger.state.groups
+    with pytest.raises(Refused, match=r"another step_task.*3 groups of samples were made under the old one"):
+        d.own(ev.ConfigureQueue(policy(), QueueLimits()))
 
 
 def test_a_replay_needs_no_sampler() -> None:
