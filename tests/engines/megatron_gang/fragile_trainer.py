@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -22,8 +23,8 @@ class FragileTrainer(TrainerRole):
 
     strikes = STRIKES
 
-    def _load(self) -> None:
-        super()._load()
+    def _load(self, loop: asyncio.AbstractEventLoop) -> None:
+        super()._load(loop)
         gang: Any = self._follower if self._follower is not None else self.backend
         channel: WeightChannel = gang.ranks.publication
         struck, gathering = self.ctx.run_dir / "struck", self.ctx.run_dir / "gathering"
