@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
-TEST_JOBS ?= 3
+TEST_JOBS ?= 4
 
 .PHONY: help env up test test-long test-engines lock docs lint check bench soak clean sglang-cpu-env peer-env gpu-bundle
 
@@ -27,7 +27,7 @@ up: $(STAMP)  ## train SmolLM2-135M with GRPO on this machine (150 steps; it say
 	$(BIN)/relax-rt up examples/quickstart/roles.toml
 
 test: $(STAMP)  ## unit tests, simulations and whole runs, TEST_JOBS files at a time
-	# Tests wait for processes, so three files keep two cores busy. Whole runs first: what is long must not come last.
+	# Tests wait for processes, so four files keep two cores busy. Whole runs first: what is long must not come last.
 	$(BIN)/python -m pytest -m "not long" -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
 		tests/chaos tests/integration tests/sim tests/unit tests/golden tests/gpu
 

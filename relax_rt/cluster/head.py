@@ -150,7 +150,7 @@ class HeadAgent:
         """The node of each slot's newest start."""
         self._on_state = on_state
         self._began = time.monotonic()
-        self._end_asked = ""
+        self._requested_end = ""
         self._status = "starting"
         self._interrupts = 0
         self._next_tick = 0.0
@@ -188,7 +188,7 @@ class HeadAgent:
         )
         background = [
             asyncio.create_task(self._tick(), name="the clock"),
-            asyncio.create_task(self._local.keep_house(self._events), name="housekeeping"),
+            asyncio.create_task(self._local.run_housekeeping(self._events), name="housekeeping"),
             asyncio.create_task(self._show(), name="the screen"),
         ]
         for task in background:
@@ -285,7 +285,7 @@ class HeadAgent:
         task = asyncio.create_task(self._prepare_orders(starts, gang))
         self._preparing[attempt] = task
         # Not in the task itself: one that is cancelled before its first step never gets to run its code.
-        task.add_done_callback(lambda _: self._hand_over(attempt))
+        task.add_done_callback(lambda _: self._dispatch_orders(attempt))
 
     async def _prepare_orders(
         self, starts: Sequence[Start], gang: StartGang | None
@@ -305,7 +305,7 @@ class HeadAgent:
         at = await self._living_executor(first.node).rendezvous(first.slot, gang.generation)
         return gang_orders(gang, at)
 
-    def _hand_over(self, attempt: PendingStart) -> None:
+    def _dispatch_orders(self, attempt: PendingStart) -> None:
         """Give the orders to their executors, which answer for the slots from then on."""
         task = self._preparing.pop(attempt)
         kind: Kind = "killed"
@@ -362,11 +362,11 @@ class HeadAgent:
             self._kill("Ctrl-C again", 128 + signal.SIGINT)
 
     def _stop(self, reason: str, exit_code: int = 0) -> None:
-        self._end_asked = self._end_asked or "stopped"
+        self._requested_end = self._requested_end or "stopped"
         self.post(StopRequested(reason, exit_code))
 
     def _kill(self, reason: str, exit_code: int = 137) -> None:
-        self._end_asked = "killed"
+        self._requested_end = "killed"
         self.post(KillRequested(reason, exit_code))
 
     async def stop(self, reason: str) -> None:
@@ -489,8 +489,8 @@ class HeadAgent:
             self.post(KillRequested(f"fault of the supervisor: {fault}"))
 
     async def _close(self, server: RpcServer, done: RunDone) -> None:
-        status = self._end_asked or ("finished" if done.exit_code == 0 else "failed")
-        if self._end_asked and done.diagnosis is not None:
+        status = self._requested_end or ("finished" if done.exit_code == 0 else "failed")
+        if self._requested_end and done.diagnosis is not None:
             status = "failed"
         # Other nodes before this one: their roles write to the queue and the registry here. The directories go when no
         # process is left that could use them. run.json is last: who reads a final status may start the next run.

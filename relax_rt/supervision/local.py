@@ -218,7 +218,7 @@ class LocalExecutor:
 
     # Housekeeping.
 
-    async def keep_house(self, events: EventLog) -> None:
+    async def run_housekeeping(self, events: EventLog) -> None:
         """Once a second, for ever: reap dead orphans, end unneeded spares, rotate long logs and the event log."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)

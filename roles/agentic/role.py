@@ -124,7 +124,7 @@ class EnvApi(Protocol):
     """Calls between the slots of the role."""
 
     @idempotent
-    async def may_begin(self) -> bool:
+    async def initial_evaluation_done(self) -> bool:
         """Return whether the first weights are evaluated, so that training may begin."""
 
 
@@ -312,7 +312,7 @@ class EnvRole(RouterRole[EnvSettings]):
 
     # --- admission
 
-    async def may_begin(self) -> bool:
+    async def initial_evaluation_done(self) -> bool:
         """Return whether the first weights are evaluated; see EnvApi."""
         return self._may_begin
 
@@ -346,7 +346,7 @@ class EnvRole(RouterRole[EnvSettings]):
                 while record.step == 0:
                     self.ctx.progress.waiting(f"{EVALUATION_SLOT} evaluates the first weights")
                     with suppress(RelaxError):
-                        if await first.may_begin():
+                        if await first.initial_evaluation_done():
                             break
                     await asyncio.sleep(ASK_S)
             self._may_begin = True

@@ -1,8 +1,8 @@
 """One optimizer step: its batch, gradients and updates, and what its metrics say. Called by the trainer role.
 
 The metrics include the trainer-engine mismatch. Samples whose advantages are all zero, as those of a group with equal
-rewards, have no part in the gradient and are not computed with it; `idle_token_metrics` measures them as well, so that
-the mismatch is not that of the other samples alone.
+rewards, have no part in the gradient and are not computed with it; `zero_advantage_token_metrics` measures them as
+well, so that the mismatch is not that of the other samples alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MEANS = {"ratio_mean": "ratio", "kl_behaviour": "kl", "difference_mean": "differ
 LARGEST = {"ratio_max_deviation": "ratio_deviation_max", "difference_max": "difference_max"}
 
 
-def idle_token_metrics(
+def zero_advantage_token_metrics(
     samples: Sequence[Sample], backend: TrainerBackend, objective: Objective, over: Literal["trained", "all"]
 ) -> Metrics:
     """Sums over trained tokens that are not computed with the gradients; empty where there are none, or where they are
@@ -89,8 +89,8 @@ def mismatch_sums(samples: Sequence[Sample], logprobs: Sequence[NDArray[np.float
     }
 
 
-def with_idle_tokens(result: StepResult, rest: Mapping[str, float]) -> StepResult:
-    """The result with what it says of the two policies over its own tokens and those of `idle_token_metrics`.
+def with_zero_advantage_tokens(result: StepResult, rest: Mapping[str, float]) -> StepResult:
+    """The result with its trainer-engine mismatch over its own tokens and those of `zero_advantage_token_metrics`.
 
     A token without advantage is never clipped: no clip moves a gradient of zero.
     """
@@ -103,7 +103,7 @@ def with_idle_tokens(result: StepResult, rest: Mapping[str, float]) -> StepResul
     return msgspec.structs.replace(result, measured_tokens=int(every), **means, **largest)
 
 
-def measured_before_updates(result: StepResult, samples: Sequence[Sample]) -> StepResult:
+def with_pre_update_mismatch(result: StepResult, samples: Sequence[Sample]) -> StepResult:
     """The result with what it says of the two policies by the proximal log-probabilities of these samples, which are of
     the weights before the step's first update: without what its updates have moved."""
     found = mismatch_sums(samples, [one.proximal_logprobs for one in samples if one.proximal_logprobs is not None])
@@ -161,7 +161,7 @@ class StepBatch:
         accumulated: number of samples, from the first on, whose gradients are computed, in so many `parts`.
         count: divisor of the gradients so far.
         scored: groups that arrived, filtered ones included. filtered: groups that were filtered out, by filter.
-        idle_metrics: trainer-engine mismatch over tokens without gradients (`mismatch.idle_token_metrics`).
+        idle_metrics: trainer-engine mismatch over tokens without gradients (`zero_advantage_token_metrics`).
         masked_tokens: tokens whose advantage the loss set to 0 before the update.
         refused_tokens: tokens of samples that the queue refused as over-stale since the step before.
         stage_wait_s: how long the update waited for the weights to be copied to the stage.
@@ -223,8 +223,8 @@ def set_proximal_logprobs(
     """Give samples the proximal log-probabilities of the backend's weights, or none. Blocks.
 
     Values of another version, from an engine or an earlier publication, have lapsed; those of this version stay. With
-    several updates to a publication (`take_updates`) this is called before the first one, with the samples of all, so
-    that each update is compared with the weights before the first. For a single update the pass that computes
+    several updates to a publication (`optimizer_updates`) this is called before the first one, with the samples of
+    all, so that each update is compared with the weights before the first. For a single update the pass that computes
     gradients finds them itself (`Objective.proximal_first`).
 
     Args:
@@ -247,7 +247,7 @@ SUMS = ("tokens", "measured_tokens", "rejected_tokens", "updates")
 MAXIMA = ("ratio_max_deviation", "difference_max")
 
 
-def take_updates(
+def optimizer_updates(
     batch: StepBatch,
     backend: TrainerBackend,
     objective: Objective,
@@ -258,7 +258,7 @@ def take_updates(
     over: Literal["trained", "all"] = "trained",
     before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
-    """The updates of a step whose groups are all there. Blocks.
+    """Take the optimizer updates of a step, one per mini-batch, once all its groups are collected. Blocks.
 
     Advantages are of the whole batch, and so are the proximal log-probabilities, where they are needed: both are
     computed before the first update, and what the latter say of trainer and engine stands in the result. Each update
@@ -266,14 +266,14 @@ def take_updates(
 
     Args:
         version: the published one that the step begins with. number: of the step; all its updates have its rate.
-        over: see `idle_token_metrics`. before_update: called, and may block, before each update.
+        over: see `zero_advantage_token_metrics`. before_update: called, and may block, before each update.
     """
     proximal = "proximal" in objective.needs
     if proximal:
         set_proximal_logprobs(batch.samples, backend, version)
     batch.masked_tokens = objective.advantages(batch.samples)
     if not proximal:
-        batch.idle_metrics = idle_token_metrics(batch.samples, backend, objective, over)
+        batch.idle_metrics = zero_advantage_token_metrics(batch.samples, backend, objective, over)
     divided = mini_batches([sample.meta.group for sample in batch.samples], updates)
     parts, results = [pick(batch.samples, places) for places in divided], []
     for part in parts:
@@ -285,7 +285,7 @@ def take_updates(
     if not proximal:
         return result
     counted = [part for part, one in zip(parts, results, strict=True) if one.applied or not result.applied]
-    return measured_before_updates(result, [sample for part in counted for sample in part])
+    return with_pre_update_mismatch(result, [sample for part in counted for sample in part])
 
 
 def combine_results(results: Sequence[StepResult]) -> StepResult:
@@ -343,7 +343,7 @@ def step_record(
     samples = batch.samples
     rewards = np.array([s.reward or 0.0 for s in samples])
     names = sorted({name for s in samples for name in s.rewards})
-    result = with_idle_tokens(result, batch.idle_metrics)
+    result = with_zero_advantage_tokens(result, batch.idle_metrics)
     return {
         "kind": "step",
         "step": step,

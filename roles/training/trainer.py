@@ -185,14 +185,14 @@ class TrainerRole(RLRole[TrainerSettings]):
 
     def _update(self, batch: StepBatch) -> StepResult:
         """Compute the gradients that are not there yet, and take the step's update or updates. Blocks."""
-        from relax_rt.roles.training.step import idle_token_metrics, take_updates
+        from relax_rt.roles.training.step import optimizer_updates, zero_advantage_token_metrics
 
         def before_update() -> None:
             batch.stage_wait_s += self.publisher.wait_copied()
 
         number, over = self.step + 1, self.settings.mismatch
         if self.algorithm.updates_per_step > 1:
-            return take_updates(
+            return optimizer_updates(
                 batch,
                 self.backend,
                 self.objective,
@@ -203,7 +203,7 @@ class TrainerRole(RLRole[TrainerSettings]):
                 before_update=before_update,
             )
         self._accumulate(batch)
-        batch.idle_metrics = idle_token_metrics(batch.samples, self.backend, self.objective, over)
+        batch.idle_metrics = zero_advantage_token_metrics(batch.samples, self.backend, self.objective, over)
         return self.backend.apply(batch.count, number, before_update)
 
     async def _complete(self, batch: StepBatch, result: StepResult) -> None:

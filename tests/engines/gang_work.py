@@ -18,7 +18,7 @@ from relax_rt.roles.training.algorithms.settings import AlgorithmTable
 from relax_rt.roles.training.backend.gang import Follower, Leader
 from relax_rt.roles.training.backend.interface import StepResult
 from relax_rt.roles.training.batch.rows import replica_share
-from relax_rt.roles.training.step import StepBatch, accumulate, take_updates
+from relax_rt.roles.training.step import StepBatch, accumulate, optimizer_updates
 from relax_rt.transport.rpc.errors import Refused, RelaxError
 
 STEP_S = 60.0
@@ -118,7 +118,7 @@ def updates(here: Here, batch: list[Sample], number: int = 1, parts: int = 2, ve
         return None
     backend = Leader(here.backend) if here.ranks is not None else here.backend
     step = StepBatch(samples=batch)
-    found = take_updates(step, backend, here.backend.objective, updates=parts, version=version, number=number)
+    found = optimizer_updates(step, backend, here.backend.objective, updates=parts, version=version, number=number)
     if here.ranks is not None:
         backend.close()
     return found

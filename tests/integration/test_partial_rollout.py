@@ -41,7 +41,7 @@ LONG = {
     "evaluation.items": 8,
     "evaluation.temperature": 0,
     "roles.rollout.count": 2,
-    "roles.rollout.groups_in_flight": 3,
+    "roles.rollout.groups_in_flight": 1,  # fewer than the trainer takes, so that there is always one in the making
     "roles.rollout.journal_every_tokens": EVERY,
 }
 
@@ -50,7 +50,7 @@ LONG = {
 def run(tmp_path: Path, runs: list[TinyRun]) -> TinyRun:
     shutil.copytree(JOB, tmp_path / "job")
     (tmp_path / "job" / "reward.py").write_text(REWARD)
-    runs.append(TinyRun(tmp_path / "run", tmp_path / "job" / "roles.toml", **LONG, **{"algorithm.steps": 22}))
+    runs.append(TinyRun(tmp_path / "run", tmp_path / "job" / "roles.toml", **LONG, **{"algorithm.steps": 18}))
     return runs[-1]
 
 
@@ -112,11 +112,11 @@ def kill_until(run: TinyRun, signum: int, what: str, happened: Callable[[], bool
     """End rollout/0 in mid-generation, again and again until it has happened."""
 
     def struck() -> bool:
-        slot = run.slot("rollout/0")
-        if slot.get("state") == "ready" and not happened():
+        life = next(iter(run.processes_of("rollout/0")[::-1]), {})
+        if life.get("ready") and not life.get("exited") and not happened():
             time.sleep(0.4)  # it has just begun, and may have no work yet
             with suppress(ProcessLookupError):
-                os.kill(slot["pid"], signum)
+                os.kill(life["pid"], signum)
             time.sleep(1.0)
         return happened()
 

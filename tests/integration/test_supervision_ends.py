@@ -153,7 +153,7 @@ import sys
 if sys.orig_argv[1:3] == ["-m", "relax_rt.cluster.head"]:
     from relax_rt.supervision.local import LocalExecutor
     async def break_down(self, events): raise ZeroDivisionError("broken")
-    LocalExecutor.keep_house = break_down
+    LocalExecutor.run_housekeeping = break_down
 """
 
 

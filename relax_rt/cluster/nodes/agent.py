@@ -151,7 +151,7 @@ class NodeAgent:
             "carrying out orders": self._follow_orders(),
             "reporting": self._report(),
             "watching the lease": self._watch_lease(),
-            "housekeeping": self._local.keep_house(self._events),
+            "housekeeping": self._local.run_housekeeping(self._events),
             "following events": self._follow_events(follower),
         }
         tasks = [loop.create_task(one, name=name) for name, one in work.items()]

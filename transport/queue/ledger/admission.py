@@ -43,8 +43,8 @@ from relax_rt.transport.rpc.identity import Incarnation
 
 MAX_SAMPLES = 65_536
 """Samples of one call."""
-LOSSES = 6
-"""A group that was begun and lost so often, with nothing of it made in between, has failed."""
+MAX_PRODUCER_LOSSES = 6
+"""A group fails after its producer was lost this many times in a row without a new token or member."""
 
 
 def outstanding(core: Core) -> int:
@@ -76,7 +76,7 @@ def limit_surplus_request(core: Core) -> None:
         core.state.surplus_requested = min(core.state.surplus_requested, groups_beyond_bound(core))
 
 
-def full_reason(core: Core, more: int = 1) -> str:
+def capacity_blocker(core: Core, more: int = 1) -> str:
     """Why `more` samples do not fit into the queue; empty if something does."""
     state = core.state
     used, limit = core.used_bytes, state.limits.capacity_bytes
@@ -96,7 +96,7 @@ def admission_blocker(core: Core, engine_version: int) -> str:
     state, policy = core.state, core.policy
     if not state.prompts.available(policy.prompts):
         return f"all {policy.prompts} prompts are given out"
-    full = full_reason(core)
+    full = capacity_blocker(core)
     if full:
         return full
     now, limit = outstanding(core), admission_bound(core, engine_version)
@@ -221,7 +221,7 @@ def reopen(core: Core, group: SampleGroup, state: str, why: str = "", *, losses:
         tokens=tokens,
         losses=prompt.losses if prompt is not None else 0,
     )
-    if prompt is not None and prompt.losses >= LOSSES:
+    if prompt is not None and prompt.losses >= MAX_PRODUCER_LOSSES:
         group.prompt = prompt.without_losses()
         fail_missing(core, group, f"begun and lost {prompt.losses} times, the last time: {why or state}")
         return
@@ -413,7 +413,7 @@ def put_groups(core: Core, who: Incarnation, event: PutGroups) -> GroupsPut:
     if core.policy.group_size:
         raise Refused(what, why="this queue admits groups of prompts", hint="ask for tickets with admit, then put")
     _check_groups(core, who, event)
-    full = full_reason(core, sum(event.groups))
+    full = capacity_blocker(core, sum(event.groups))
     if full:
         return GroupsPut([], waiting_on=full)
     first, version = core.state.next_id, core.state.trainer_version
@@ -524,10 +524,10 @@ def skip_groups(core: Core, who: Incarnation, event: SkipGroups) -> None:
 TOKEN_BYTES = 4
 """An int32 token id; its log-probability, a float32, has as many."""
 MAX_CHUNKS = 4096
-"""Marks of one call."""
-FETCHED_BYTES = 4 << 20
+"""Chunks of one call."""
+PARTIALS_REPLY_BYTES = 4 << 20
 """One answer to `load_partials` has about so many, and at least one chunk."""
-IDLE_ISSUES = 3
+MAX_IDLE_TICKETS = 3
 """A group that was given out this often without a new token or member starts from zero: its tokens may be what kills
 its producers."""
 
@@ -598,7 +598,7 @@ def _save_chunk(core: Core, group: SampleGroup, one: PartialChunk) -> int:
 
 
 def made_progress(core: Core, group: SampleGroup) -> None:
-    """Reset what counts fruitless tickets: there is more of the group than ever before."""
+    """Reset the group's counts of tickets without progress: it has a new token or member."""
     group.idle = 0
     # With `drop` one more loss ends the group: its losses are forgotten only once it is complete.
     if group.prompt is not None and (core.policy.on_failed_member != "drop" or group.complete):
@@ -636,7 +636,7 @@ def load_partials(core: Core, who: Incarnation, keys: Sequence[SampleKey]) -> li
         if held is None:
             continue
         nbytes += held.nbytes
-        if found and nbytes > FETCHED_BYTES:
+        if found and nbytes > PARTIALS_REPLY_BYTES:
             break
         found.append(PartialChunk(key, group.issue, 0, held.tokens, held.logprobs, held.spans, held.origin, held.rows))
     return found
@@ -655,7 +655,7 @@ def has_partials(group: SampleGroup) -> bool:
 def count_reissue(core: Core, group: SampleGroup) -> None:
     """Count another ticket for the group. After several without progress its partial completions are dropped."""
     group.idle += 1
-    if group.idle > IDLE_ISSUES and has_partials(group):
+    if group.idle > MAX_IDLE_TICKETS and has_partials(group):
         core.tally("partials_dropped")
         for member in range(len(group.samples)):
             core.drop_partial(group.samples[member])

@@ -32,7 +32,7 @@ from relax_rt.transport.queue.ledger.messages import (
     SampleKey,
     SampleRun,
 )
-from relax_rt.transport.queue.ledger.selection import Samplers, select_keys, settle
+from relax_rt.transport.queue.ledger.selection import Samplers, prepare_step_request, select_keys
 from relax_rt.transport.queue.ledger.state import Lease, SampleGroup, SamplePart, SampleState
 from relax_rt.transport.rpc.errors import Refused
 from relax_rt.transport.rpc.identity import Incarnation
@@ -48,14 +48,14 @@ def lease(core: Core, who: Incarnation, event: RequestLease, samplers: Samplers)
     slices = packed.choose(core, task, request) if event.keys is None else event.slices
     if slices:
         return batch_of(core, packed.grant(core, who, task, slices)), RequestLease(task, request, [], slices)
-    settled, waiting_on = settle(core, who, request) if task == core.policy.step_task else (request, "")
+    settled, waiting_on = prepare_step_request(core, who, request) if task == core.policy.step_task else (request, "")
     keys = event.keys
     if keys is None:
         keys, waiting_on = _choose(core, samplers, task, settled) if settled is not None else ([], waiting_on)
     if not keys:
         return LeaseGrant(0, [], waiting_on=waiting_on), RequestLease(task, request, [])
     if event.keys is None:
-        keys = _suspect_alone(core, task, keys, request)
+        keys = _isolate_suspect(core, task, keys, request)
     # Not earlier: a replay sees only the keys that were granted, and must unpack the same runs.
     packed.unpack_keys(core, keys)
     groups = core.state.groups
@@ -74,8 +74,8 @@ def _choose(core: Core, samplers: Samplers, task: str, request: LeaseRequest) ->
         return [], str(error)
 
 
-def _suspect_alone(core: Core, task: str, keys: list[SampleKey], request: LeaseRequest) -> list[SampleKey]:
-    """A sample that its consumers' next death would set aside is leased by itself: its neighbours are not to blame."""
+def _isolate_suspect(core: Core, task: str, keys: list[SampleKey], request: LeaseRequest) -> list[SampleKey]:
+    """Lease a sample alone if one more consumer death would quarantine it, so that no other sample is blamed."""
     last = core.state.limits.quarantine_after - 1
     if task == core.policy.step_task or request.groups or last < 1 or len(keys) < 2:
         return keys

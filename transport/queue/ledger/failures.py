@@ -36,13 +36,13 @@ def fail_members(core: Core, task: str, failures: list[Failure]) -> None:
         core.tally("failed_groups")
         found = list(members.values())
         core.log("samples_failed", group=id_, task=task, reasons=[failure.reason for failure in found[:3]])
-        judged = failed(core, group, task, found)
-        if judged.retire:
+        verdict = record_failures(core, group, task, found)
+        if verdict.retire:
             retire(core, group, task, found)
             core.end(group, "dropped(sibling)", member_states=dict.fromkeys(members, "failed"), fate="retire")
             continue
         _fail(core, group, set(members))
-        if not judged.whole and id_ not in core.state.groups:
+        if not verdict.whole and id_ not in core.state.groups:
             failed_group(core, group)
 
 
@@ -91,8 +91,8 @@ def fail_missing(
     fail_members(core, "", [Failure(key, reason, late, item, about) for key in keys])
 
 
-def lose_memory(core: Core, who: Incarnation) -> None:
-    """The memory that a process on another node had of its own ended with it: so did the samples that need it."""
+def fail_lost_payloads(core: Core, who: Incarnation) -> None:
+    """Fail the samples whose payloads were in the own memory of a process on another node that has exited."""
     owner = owner_key(who)
     home = core.state.callers.processes.get(owner)
     if home is None or not home.payloads:
@@ -127,7 +127,7 @@ def find_stuck(core: Core, held: Iterable[tuple[SampleKey, SampleState]]) -> lis
 
 
 def _exclude(core: Core, group: SampleGroup, members: set[int]) -> None:
-    _recompute(core, group)
+    _invalidate_group_leases(core, group)
     for member in members:
         sample = group.samples[member]
         _end_sample(core, SampleKey(group.id, member), sample, "failed")
@@ -144,7 +144,7 @@ def _exclude(core: Core, group: SampleGroup, members: set[int]) -> None:
 def regenerate_members(core: Core, group: SampleGroup, members: set[int], state: str = "failed") -> None:
     """These members end in `state`; whoever gets the group next makes them anew."""
     assert group.prompt is not None
-    _recompute(core, group)
+    _invalidate_group_leases(core, group)
     for member in sorted(members):
         _end_sample(core, SampleKey(group.id, member), group.samples[member], state)
         group.samples[member] = SampleState()
@@ -157,7 +157,7 @@ def regenerate_members(core: Core, group: SampleGroup, members: set[int], state:
         core.touched.add(ROOM)
 
 
-def _recompute(core: Core, group: SampleGroup) -> None:
+def _invalidate_group_leases(core: Core, group: SampleGroup) -> None:
     """Void the leases of whoever computes over the whole group: its members change."""
     for sample in group.samples:
         sample.leases.pop(core.policy.frozen_by, None)
@@ -199,7 +199,7 @@ class FailureVerdict(NamedTuple):
     retire: bool
 
 
-def failed(core: Core, group: SampleGroup, task: str, failures: Sequence[Failure]) -> FailureVerdict:
+def record_failures(core: Core, group: SampleGroup, task: str, failures: Sequence[Failure]) -> FailureVerdict:
     """Count failed members of a group, and the group once each of its members failed with no success in between."""
     if not core.policy.group_size or group.prompt is None:
         return FailureVerdict(False, False)
@@ -218,7 +218,7 @@ def failed(core: Core, group: SampleGroup, task: str, failures: Sequence[Failure
     if not late or not item or not core.policy.item_timeouts or item in core.policy.kept_items:
         return FailureVerdict(True, False)
     # Several groups of one item may be under way when the first of them retires it.
-    return FailureVerdict(True, item in core.state.progress.retired or _late_again(core, group, item, task))
+    return FailureVerdict(True, item in core.state.progress.retired or _record_timeout(core, group, item, task))
 
 
 def failed_group(core: Core, group: SampleGroup) -> None:
@@ -391,7 +391,7 @@ def _report_cause(core: Core, cause: LossCause) -> None:
     core.log("members_lost", gist=cause.gist, **fields, failed_groups=row, most=most)
 
 
-def _late_again(core: Core, group: SampleGroup, item: str, task: str) -> bool:
+def _record_timeout(core: Core, group: SampleGroup, item: str, task: str) -> bool:
     """A whole attempt of the item was late once more. Whether it is the item, and not the service, that is at fault.
 
     The service is at fault if another item was late as well since anything last got through the task: then the item's

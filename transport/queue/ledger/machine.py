@@ -81,7 +81,7 @@ def process_exited(core: Core, event: ev.ProcessExited) -> None:
     core.changed = True
     core.state.callers.fence(who.slot, who.epoch + 1)
     core.blocks.forget_owner(who)
-    failures.lose_memory(core, who)
+    failures.fail_lost_payloads(core, who)
     _end_work(core, lambda other: other == who, process_ended=True)
     for lease in [lease for lease in core.state.pinned.values() if lease.holder == who]:
         core.release_pins(lease)

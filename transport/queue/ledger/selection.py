@@ -134,7 +134,7 @@ def fill(units: Iterable[Unit], request: LeaseRequest, *, skip: bool = False) ->
             room, left = room - size, left - tokens
         elif chosen and tokens > left:
             closed = closed or not skip
-        # Groups are counted on when the budget is spent: whether enough are ready decides if the batch goes at all.
+        # Keep counting after the token budget is used up: the batch is granted only if enough groups are ready.
         if room < 1 or ((closed or left <= 0) and seen >= request.groups):
             break
     if request.groups and seen < request.groups:
@@ -282,7 +282,7 @@ def stragglers(core: Core) -> list[SampleGroup]:
     ]
 
 
-def hold_for_stragglers(core: Core, *, ends_step: bool = True) -> str:
+def wait_for_stragglers(core: Core, *, ends_step: bool = True) -> str:
     """Why the batch that could be granted must wait; empty when it need not. Late stragglers are revoked.
 
     ends_step: the update comes next, so that surplus is of no use any more. A trainer that takes parts may still leave
@@ -312,7 +312,7 @@ def hold_for_stragglers(core: Core, *, ends_step: bool = True) -> str:
     return ""
 
 
-def groups_beside_stragglers(core: Core, groups: int) -> int:
+def groups_excluding_stragglers(core: Core, groups: int) -> int:
     """Number of groups that a step may lease before its stragglers are ready; the others are reserved for them.
 
     Otherwise groups that are made fast would take the places of those that take long, which the update then refuses.
@@ -353,19 +353,19 @@ def _describe_stragglers(late: list[SampleGroup]) -> str:
     return f"the update would make group {group.id}{more} over-stale: {at}"
 
 
-LOOKED_AT = 64
+MAX_DIAGNOSED_GROUPS = 64
 """Groups that are looked at to say what is missing."""
 Samplers = dict[str, BatchSampler]
 """The samplers of those tasks that have another one than first in, first out."""
 
 
 def select_keys(core: Core, samplers: Samplers, task: str, request: LeaseRequest) -> tuple[list[SampleKey], str]:
-    """Keys to lease, or none and the reason. For the step task `settle` comes first."""
+    """Keys to lease, or none and the reason. For the step task `prepare_step_request` comes first."""
     if task == core.policy.step_task:
-        return _for_step(core, samplers.get(task), request)
+        return _select_for_step(core, samplers.get(task), request)
     sampler = samplers.get(task)
     if sampler is None and not request.groups:
-        return _first(core, task, request)
+        return _select_fifo(core, task, request)
     whole = bool(request.groups) or (sampler is not None and sampler.whole_groups)
     newest_first = bool(getattr(sampler, "newest_first", False))
     units = _groups(core, task, newest_first) if whole else _samples(core, task, newest_first)
@@ -381,25 +381,25 @@ def select_keys(core: Core, samplers: Samplers, task: str, request: LeaseRequest
     return keys, "" if keys else choice.waiting_on or f"no sample is ready for task '{task}'"
 
 
-def _first(core: Core, task: str, request: LeaseRequest) -> tuple[list[SampleKey], str]:
+def _select_fifo(core: Core, task: str, request: LeaseRequest) -> tuple[list[SampleKey], str]:
     """First in, first out: the usual case, which reads only the samples that it takes."""
     if request.tokens:
         keys = [key for unit in fill(_samples(core, task), request).units for key in unit.keys]
     else:
         keys = list(islice(core.ready[task], request.samples))
-    return keys, "" if keys else nothing_ready(core, task)
+    return keys, "" if keys else not_ready_reason(core, task)
 
 
-def nothing_ready(core: Core, task: str) -> str:
+def not_ready_reason(core: Core, task: str) -> str:
     """Why no sample is ready for a task: there is none, others work on them, or they lack columns."""
     lack: Counter[str] = Counter()
     blocks = core.blocks.blocks
-    for group in islice(core.state.groups.values(), LOOKED_AT):
+    for group in islice(core.state.groups.values(), MAX_DIAGNOSED_GROUPS):
         for sample in group.samples:
             if sample.generated and not sample.excluded and task not in sample.done and task not in sample.leases:
                 have = {name for part in sample.parts for name in blocks[part.block].ref.fields}
                 lack.update(name for name in core.policy.tasks[task] if name not in have)
-    for run in islice(core.state.runs.values(), LOOKED_AT):
+    for run in islice(core.state.runs.values(), MAX_DIAGNOSED_GROUPS):
         if task not in run.next:
             have = set(blocks[run.block].ref.fields)
             lack.update({name: run.open for name in core.policy.tasks[task] if name not in have})
@@ -450,7 +450,7 @@ def _unit(core: Core, group: SampleGroup, keys: tuple[SampleKey, ...], order: in
     )
 
 
-def settle(core: Core, who: Incarnation, request: LeaseRequest) -> tuple[LeaseRequest | None, str]:
+def prepare_step_request(core: Core, who: Incarnation, request: LeaseRequest) -> tuple[LeaseRequest | None, str]:
     """Settle what may be granted of a step's batch before it is chosen; None, and why, if nothing may.
 
     Refuses what is over-stale and revokes late stragglers. A replay does it again, without choosing. A part of a step
@@ -464,27 +464,27 @@ def settle(core: Core, who: Incarnation, request: LeaseRequest) -> tuple[LeaseRe
         beside = request.at_least and lease.holder == who
         if lease.task == core.policy.step_task and not beside:
             return None, f"lease {lease.id} of {lease.holder} is not finished; its update decides what is stale"
-    granted, waiting_on = _granted(core, request)
+    granted, waiting_on = _grantable_groups(core, request)
     if granted < (request.at_least or request.groups) or granted < 1:
         return None, waiting_on
     return msgspec.structs.replace(request, groups=granted), ""
 
 
-def _granted(core: Core, request: LeaseRequest) -> tuple[int, str]:
+def _grantable_groups(core: Core, request: LeaseRequest) -> tuple[int, str]:
     """Number of groups that may be granted to a step now, and the reason why not all."""
     ready = len(core.step_ready)
-    room = groups_beside_stragglers(core, request.groups) if request.at_least else request.groups
+    room = groups_excluding_stragglers(core, request.groups) if request.at_least else request.groups
     lacking = f"{ready} of {request.groups} groups are ready for training"
     if ready < request.groups and (room or not ready):
         set_blocked(core, None)
         return min(ready, room), lacking
-    waiting_on = hold_for_stragglers(core, ends_step=not request.at_least)
+    waiting_on = wait_for_stragglers(core, ends_step=not request.at_least)
     if waiting_on:
         return min(request.groups - 1, room), waiting_on
     return min(ready, request.groups), lacking
 
 
-def _for_step(core: Core, sampler: BatchSampler | None, request: LeaseRequest) -> tuple[list[SampleKey], str]:
+def _select_for_step(core: Core, sampler: BatchSampler | None, request: LeaseRequest) -> tuple[list[SampleKey], str]:
     """Exactly the wanted groups, those first that the next update would make over-stale."""
     state = core.state
     units = [

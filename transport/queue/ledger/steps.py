@@ -41,7 +41,7 @@ def complete_step(core: Core, who: Incarnation, event: CompleteStep) -> StepRepl
         raise Refused(what, why="a skipped step leaves the weights as they are", hint="publish them unchanged")
     before = state.trainer_version
     core.move_weights(event.weights)
-    _offer_others_again(core, event.leases)
+    _lapse_other_step_leases(core, event.leases)
     for lease in leases:
         _train(core, lease, event)
         core.close(lease, pinned=lease.id in event.pinned)
@@ -76,7 +76,7 @@ def step_lease(core: Core, who: Incarnation, id_: int, what: str) -> Lease:
     return lease
 
 
-def _offer_others_again(core: Core, ids: Collection[int] = ()) -> None:
+def _lapse_other_step_leases(core: Core, ids: Collection[int] = ()) -> None:
     """End other leases of the step task: they were granted before the present weights."""
     for lease in [lease for lease in core.state.leases.values() if lease.task == core.policy.step_task]:
         if lease.id in ids:
@@ -180,7 +180,7 @@ def rollback(core: Core, who: Incarnation, event: Rollback) -> None:
         )
     core.move_weights(event.weights)
     core.changed = True
-    _offer_others_again(core)
+    _lapse_other_step_leases(core)
     _commit(core, event.step)
     undone = [record for step in sorted(state.path) if step > event.step for record in state.path[step]]
     state.path = {step: records for step, records in state.path.items() if step <= event.step}
@@ -225,11 +225,11 @@ def _offer_again(core: Core, undone: list[TrainedGroup]) -> None:
         core.tally("samples_offered_again", group.size)
 
 
-MAX_ASKED = 65_536
+MAX_SURPLUS_GROUPS = 65_536
 """Groups that may be asked for beyond the bound."""
-MAX_AHEAD = 65_536
+MAX_PROMPTS_AHEAD = 65_536
 """Prompts ahead of the order's cursor whose items may be chosen."""
-RULES = 32
+MAX_FILTER_RULES = 32
 """Rules whose groups the account counts apart; the others' are counted together."""
 
 
@@ -256,7 +256,7 @@ def _rule(core: Core, reason: str) -> str:
     """The name of the count of samples left out by the rule that a reason begins with, as `rule: why`."""
     name = f"filtered({reason.partition(':')[0].strip()[:40]})"
     known = [tally for tally in core.state.tallies if tally.startswith("filtered(")]
-    return name if name in known or len(known) < RULES else "filtered(others)"
+    return name if name in known or len(known) < MAX_FILTER_RULES else "filtered(others)"
 
 
 def _unpin_filtered(core: Core, lease: Lease) -> None:
@@ -274,8 +274,8 @@ def request_surplus(core: Core, who: Incarnation, event: RequestSurplus) -> None
     what = f"asking for {event.groups} groups by {who}"
     if not core.policy.group_size:
         raise Refused(what, why="this queue has no prompts")
-    if not 0 <= event.groups <= MAX_ASKED:
-        raise Refused(what, why=f"from 0 to {MAX_ASKED} can be asked for")
+    if not 0 <= event.groups <= MAX_SURPLUS_GROUPS:
+        raise Refused(what, why=f"from 0 to {MAX_SURPLUS_GROUPS} can be asked for")
     # What is under way already stays allowed.
     core.state.surplus_requested = max(event.groups, min(core.state.surplus_requested, groups_beyond_bound(core)))
     core.changed = True
@@ -289,7 +289,9 @@ def assign_items(core: Core, who: Incarnation, event: AssignItems) -> ItemsAssig
         raise Refused(what, why="this queue has no prompts")
     pool, end = core.state.prompts, core.policy.prompts
     far = max(event.items, default=0)
-    if far >= pool.cursor + MAX_AHEAD:
-        raise Refused(what, why=f"place {far} is {far - pool.cursor} ahead", hint=f"choose at most {MAX_AHEAD} ahead")
+    if far >= pool.cursor + MAX_PROMPTS_AHEAD:
+        raise Refused(
+            what, why=f"place {far} is {far - pool.cursor} ahead", hint=f"choose at most {MAX_PROMPTS_AHEAD} ahead"
+        )
     core.changed = pool.choose({index: item for index, item in event.items.items() if end is None or index < end})
     return ItemsAssigned(pool.cursor)

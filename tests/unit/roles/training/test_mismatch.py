@@ -23,9 +23,9 @@ from relax_rt.roles.training.backend.interface import StepResult  # noqa: E402
 from relax_rt.roles.training.step import (  # noqa: E402  # noqa: E402
     StepBatch,
     accumulate,
-    idle_token_metrics,
     step_record,
-    with_idle_tokens,
+    with_zero_advantage_tokens,
+    zero_advantage_token_metrics,
 )
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.transport.base.versions import VersionRecord  # noqa: E402
@@ -79,7 +79,7 @@ def wanted(samples: Sequence[Sample], trainer: TorchBackend) -> dict[str, float]
 
 def step(trainer: Counted, batch: StepBatch, over: Any) -> tuple[StepResult, dict[str, Any]]:
     accumulate(batch, trainer, trainer.objective, 2)
-    batch.idle_metrics = idle_token_metrics(batch.samples, trainer, trainer.objective, over)
+    batch.idle_metrics = zero_advantage_token_metrics(batch.samples, trainer, trainer.objective, over)
     result = trainer.apply(batch.count, 1)
     return result, step_record(batch, result, step=1, weights=WEIGHTS, epoch=1, elapsed_s=1.0)
 
@@ -167,7 +167,9 @@ def test_a_mean_is_over_both_parts_and_the_largest_of_both() -> None:
         measured_tokens=4,
     )
     rest = {"tokens": 6.0, "ratio": 12.0, "ratio_deviation_max": 0.4, "kl": 0.6, "difference": 3.0, "difference_max": 2}
-    both = with_idle_tokens(one, rest)
+    both = with_zero_advantage_tokens(one, rest)
     assert (both.measured_tokens, both.ratio_mean, both.ratio_max_deviation) == (10, pytest.approx(1.6), 0.5)
     assert (both.clip_fraction, both.difference_mean) == (pytest.approx(0.2), pytest.approx(0.38))
-    assert (both.kl_behaviour, both.difference_max) == (pytest.approx(0.1), 2) and with_idle_tokens(one, {}) is one
+    assert (both.kl_behaviour, both.difference_max) == (pytest.approx(0.1), 2) and with_zero_advantage_tokens(
+        one, {}
+    ) is one

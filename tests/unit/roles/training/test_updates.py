@@ -26,8 +26,8 @@ from relax_rt.roles.training.step import (  # noqa: E402  # noqa: E402
     StepBatch,
     accumulate,
     combine_results,
-    take_updates,
-    with_idle_tokens,
+    optimizer_updates,
+    with_zero_advantage_tokens,
 )
 from relax_rt.roles.training.torch.backend import TorchBackend  # noqa: E402
 from relax_rt.roles.training.trainer import SKIPPED_IN_A_ROW, TrainerRole  # noqa: E402
@@ -66,7 +66,7 @@ def weights(backend: TorchBackend) -> dict[str, Any]:
 
 def taken(backend: TorchBackend, updates: int, batch: StepBatch | None = None, **more: Any) -> StepResult:
     batch = StepBatch(samples=samples()) if batch is None else batch
-    return take_updates(batch, backend, backend.objective, updates=updates, version=4, number=1, **more)
+    return optimizer_updates(batch, backend, backend.objective, updates=updates, version=4, number=1, **more)
 
 
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=9), updates=st.integers(1, 12), seed=st.integers(0, 9))
@@ -176,7 +176,11 @@ def test_a_mini_batch_without_advantages_is_no_update(model_dir: Path) -> None:
     result = taken(opened(model_dir), 3, batch)
     assert (result.updates, result.updates_skipped, result.changed) == (2, 0, True) and result.why == ""
     # They were compared beforehand, by the proximal log-probabilities.
-    assert with_idle_tokens(result, batch.idle_metrics).measured_tokens == result.measured_tokens == result.tokens
+    assert (
+        with_zero_advantage_tokens(result, batch.idle_metrics).measured_tokens
+        == result.measured_tokens
+        == result.tokens
+    )
     assert result.others["tokens"] == sum(int(s.loss_mask.sum()) for s in batch.samples if s.meta.group != 1)
     for sample in batch.samples:
         sample.reward = 1.0

@@ -13,7 +13,7 @@ import msgspec
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.memory.refs import BlobRef, BlockRef, Extent, owner_key
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.admission import admission_blocker, full_reason
+from relax_rt.transport.queue.ledger.admission import admission_blocker, capacity_blocker
 from relax_rt.transport.queue.ledger.core import ROOM
 from relax_rt.transport.queue.ledger.events import JournalEntry
 from relax_rt.transport.queue.ledger.machine import EventOutcome, Ledger
@@ -137,7 +137,7 @@ class Driver:
             found[step_task] |= {("whole", id_) for id_ in core.step_ready if step_task not in at_work}
         announced = core.state.trainer_version
         may_admit = core.policy.group_size and announced is not None and not admission_blocker(core, announced)
-        room = may_admit if core.policy.group_size else not full_reason(core)
+        room = may_admit if core.policy.group_size else not capacity_blocker(core)
         found[ROOM] = {*core.state.reopened, *(["room"] if room else [])}
         return found
 

@@ -6,7 +6,7 @@ import pytest
 from ledger_driver import ENGINE, JUDGE, OTHER, TRAINER, Driver, make, started
 
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.admission import LOSSES
+from relax_rt.transport.queue.ledger.admission import MAX_PRODUCER_LOSSES
 from relax_rt.transport.queue.ledger.messages import SampleKey, Ticket
 from relax_rt.transport.rpc.identity import Incarnation
 
@@ -95,16 +95,16 @@ def test_what_is_lost_again_and_again_has_failed_and_is_retired_in_the_end(how: 
         assert tickets < 50 and d.ledger.audit() == []
         assert nothing or ticket.prompt != first.prompt or ticket.members == [0]
     account = d.ledger.account()
-    assert tickets == 2 * LOSSES and account["prompts_retired"] == 1 and account["failed_groups"] == 2
+    assert tickets == 2 * MAX_PRODUCER_LOSSES and account["prompts_retired"] == 1 and account["failed_groups"] == 2
     assert d.ledger.state.prompts.retired == [first.prompt]
 
 
 def test_why_it_has_failed_is_told() -> None:
     d, version = started(group_size=2, prompts_per_step=1)
     ticket = begun(d, version)
-    d.give_back(ENGINE, ticket.group, losses=LOSSES - 1)
+    d.give_back(ENGINE, ticket.group, losses=MAX_PRODUCER_LOSSES - 1)
     told = dict(d.ledger.core.notices)["group_reopened"]
-    assert told["losses"] == LOSSES - 1 and d.ledger.account()["prompts_returned"] == 0
+    assert told["losses"] == MAX_PRODUCER_LOSSES - 1 and d.ledger.account()["prompts_returned"] == 0
     (again,) = d.admit(ENGINE, version).tickets
     d.call(ENGINE, ev.ReleaseGroups([again.group], "the gateway was started again", losses=1))
     (reason,) = dict(d.ledger.core.notices)["samples_failed"]["reasons"]
@@ -117,7 +117,7 @@ def test_losses_count_only_in_a_row(progress: str) -> None:
     d, version = started(group_size=8, prompts_per_step=1)
     (ticket,) = d.admit(ENGINE, version).tickets
     for number in range(7):
-        d.give_back(ENGINE, ticket.group, losses=LOSSES - 1)
+        d.give_back(ENGINE, ticket.group, losses=MAX_PRODUCER_LOSSES - 1)
         (ticket,) = d.admit(ENGINE, version).tickets
         if progress == "member":
             d.put(ENGINE, SampleKey(ticket.group, number), version)
@@ -126,7 +126,7 @@ def test_losses_count_only_in_a_row(progress: str) -> None:
     assert "failed_groups" not in d.ledger.account()
     # Marks that tell of no more than was there before are no progress: its tokens may be what kills its producers.
     if progress == "mark":
-        for _ in range(LOSSES):
+        for _ in range(MAX_PRODUCER_LOSSES):
             assert d.mark(ENGINE, ticket, 7, 0, [(50, version)]) == 1
             d.give_back(ENGINE, ticket.group, losses=1)
             (ticket,) = d.admit(ENGINE, version).tickets
@@ -136,7 +136,7 @@ def test_losses_count_only_in_a_row(progress: str) -> None:
 def test_what_is_handed_back_in_order_is_no_loss() -> None:
     d, version = started(group_size=2, prompts_per_step=1, failures_per_prompt=1)
     ticket = begun(d, version)
-    for _ in range(5 * LOSSES):
+    for _ in range(5 * MAX_PRODUCER_LOSSES):
         d.give_back(ENGINE, ticket.group)
         (again,) = d.admit(ENGINE, version).tickets
         assert again.group == ticket.group
@@ -146,12 +146,12 @@ def test_the_policy_decides_about_what_is_lost_again_and_again() -> None:
     d, version = started(group_size=3, prompts_per_step=1, on_failed_member="shrink", min_group=2)
     ticket = begun(d, version)
     d.put(ENGINE, SampleKey(ticket.group, 1), version)
-    d.give_back(ENGINE, ticket.group, losses=LOSSES)
+    d.give_back(ENGINE, ticket.group, losses=MAX_PRODUCER_LOSSES)
     group = d.ledger.core.state.groups[ticket.group]
     assert group.size == 2 and group.prompt is not None and group.prompt.losses == 0 and d.ledger.audit() == []
     d, version = started(group_size=2, prompts_per_step=1, on_failed_member="drop", failures_per_prompt=1)
     ticket = begun(d, version)
-    d.give_back(ENGINE, ticket.group, losses=LOSSES)
+    d.give_back(ENGINE, ticket.group, losses=MAX_PRODUCER_LOSSES)
     assert d.ledger.account()["prompts_retired"] == 1 and d.ledger.audit() == []
 
 
@@ -162,11 +162,11 @@ def test_where_a_loss_ends_the_group_its_other_members_are_no_progress() -> None
         tickets += 1
         assert tickets < 50
         d.give_back(ENGINE, ticket.group, losses=1)
-    assert tickets == 2 * LOSSES and d.ledger.account()["prompts_retired"] == 1
+    assert tickets == 2 * MAX_PRODUCER_LOSSES and d.ledger.account()["prompts_retired"] == 1
     # All of it is.
     d, version = started(group_size=2, prompts_per_step=1, on_failed_member="drop")
     (ticket,) = d.admit(ENGINE, version).tickets
-    d.give_back(ENGINE, ticket.group, losses=LOSSES - 1)
+    d.give_back(ENGINE, ticket.group, losses=MAX_PRODUCER_LOSSES - 1)
     (group,) = [d.ledger.core.state.groups[one.group] for one in make(d, version)]
     assert group.prompt is not None and (group.prompt.index, group.prompt.losses) == (0, 0)
 

@@ -11,7 +11,7 @@ from ledger_driver import AGENT, ENGINE, OTHER, TRAINER, Driver, a_mark, make, s
 
 from relax_rt.transport.base.versions import VersionRecord
 from relax_rt.transport.queue.ledger import events as ev
-from relax_rt.transport.queue.ledger.admission import full_reason, load_partials
+from relax_rt.transport.queue.ledger.admission import capacity_blocker, load_partials
 from relax_rt.transport.queue.ledger.messages import PartialChunk, SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.ledger.policy import QueueLimits
 from relax_rt.transport.queue.partials import decode_partial, partial_chunk
@@ -121,9 +121,9 @@ def test_marks_are_bounded_for_each_member_and_in_all_and_count_in_the_capacity(
     assert d.mark(ENGINE, one, 1, 0, tokens(1, 12, version)) == 12
     assert d.mark(ENGINE, other, 0, 0, tokens(1, 1, version)) == 0, "392 and 104 bytes"
     assert "without room" in d.ledger.core.partials_refused
-    assert not full_reason(d.ledger.core)
+    assert not capacity_blocker(d.ledger.core)
     d.put(ENGINE, SampleKey(one.group, 0), version)
-    assert "of them partial completions" in full_reason(d.ledger.core)
+    assert "of them partial completions" in capacity_blocker(d.ledger.core)
     assert d.ledger.audit() == []
 
 
