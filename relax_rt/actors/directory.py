@@ -23,7 +23,7 @@ from relax_rt.transport.rpc.client import (
 )
 from relax_rt.transport.rpc.errors import ActorDied, DeadlineExceeded, Refused, ShuttingDown, Unreachable
 from relax_rt.transport.rpc.identity import Incarnation
-from relax_rt.transport.rpc.interface import Method, did_you_mean, methods_of
+from relax_rt.transport.rpc.interface import Method, methods_of, name_hint
 
 T = TypeVar("T")
 
@@ -348,7 +348,7 @@ class Reference:
                 raise AttributeError(
                     f"{api.__name__}.{name} cannot be called from afar: it is not a public async method"
                 )
-            raise AttributeError(f"{api.__name__} has no method {name}: {did_you_mean(name, methods_of(api))}")
+            raise AttributeError(f"{api.__name__} has no method {name}: {name_hint(name, methods_of(api))}")
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             return await route.call(method, method.bind(args, kwargs), timeout_s)

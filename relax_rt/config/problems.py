@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from relax_rt.transport.base.targets import did_you_mean as did_you_mean
 from relax_rt.transport.rpc.errors import RelaxError
+from relax_rt.transport.rpc.errors import did_you_mean as did_you_mean
 
 OVERRIDE = "--set"
 """Stands as the file of what an override says."""

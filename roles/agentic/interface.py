@@ -8,8 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from relax_rt.roles.data.media.images import IMAGES
-from relax_rt.transport.base.targets import did_you_mean
-from relax_rt.transport.rpc.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError, did_you_mean
 
 TEXTS = ("text", "input_text", "output_text")
 """Types of a message's parts that are text."""

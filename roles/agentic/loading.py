@@ -15,8 +15,7 @@ from relax_rt.roles.agentic.interface import OPTIONS, refuse_unknown_option
 from relax_rt.roles.agentic.program import Program, load_program
 from relax_rt.roles.agentic.settings import PROGRAM
 from relax_rt.roles.base.user_code import user_line
-from relax_rt.transport.base.targets import did_you_mean
-from relax_rt.transport.rpc.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError, did_you_mean
 
 SETTING = "roles.env.environment"
 ADAPTERS = ("textarena", "gymnasium", "reasoning_gym")

@@ -22,6 +22,8 @@ R = TypeVar("R")
 
 PEER_WAIT_S = 600.0
 TAKE_WAIT_S = 30.0
+FETCH_S = 10.0
+"""Limit for payload of another node, whose owner may be dead; then the lease is released and its samples come again."""
 FINAL_POLL_S = 0.2
 
 

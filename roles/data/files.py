@@ -20,8 +20,7 @@ from typing import IO, Any
 
 import msgspec
 
-from relax_rt.transport.base.targets import did_you_mean
-from relax_rt.transport.rpc.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError, did_you_mean
 
 PLAIN, PACKED, TABLES = (".jsonl",), (".jsonl.gz", ".jsonl.zst"), (".parquet", ".arrow")
 TASK = "task"

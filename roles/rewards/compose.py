@@ -28,8 +28,7 @@ from relax_rt.roles.rewards.scoring import (
 from relax_rt.roles.rewards.settings import ComponentTable, RewardTable
 from relax_rt.roles.rewards.worker import FunctionSpec, RewardWorkerSetup, TaskSpec, load_function, task_verifier
 from relax_rt.roles.rewards.workers import RewardWorkers
-from relax_rt.transport.base.targets import did_you_mean
-from relax_rt.transport.rpc.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError, did_you_mean
 
 REWARD: KeyPath = ("reward",)
 UNSCORED = RewardFailed("it was not scored")

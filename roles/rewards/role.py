@@ -11,6 +11,7 @@ import numpy as np
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import model_folder
+from relax_rt.roles.base.role import FETCH_S
 from relax_rt.roles.base.sample import SampleMeta
 from relax_rt.roles.data.settings import DataTable
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
@@ -26,8 +27,6 @@ from relax_rt.transport.queue.ledger.messages import ABOUT, Failure, SampleKey
 from relax_rt.transport.rpc.errors import ProtocolError, RelaxError
 
 TASK = "reward"
-FETCH_S = 10.0
-"""Time to fetch the payload of another node, before the samples are released: its owner may be dead."""
 LOAD_ALLOWANCE_S = 60.0
 MAX_FAILURES = 64
 """Restart the role after this many consecutive failed samples, if it has scored samples before: its process may be

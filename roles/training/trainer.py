@@ -17,7 +17,7 @@ from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE, model_folder, stage_folder
 from relax_rt.roles.base.progress import no_progress
-from relax_rt.roles.base.role import RLRole, wait_for_peer
+from relax_rt.roles.base.role import FETCH_S, RLRole, wait_for_peer
 from relax_rt.roles.models.resolve import refused_as_bad_input
 from relax_rt.roles.rollout.engines.settings import ColocationTable, RolloutSettings, SamplingTable, communicator_of
 from relax_rt.roles.rollout.engines.time_slicing import TimeSlicingApi, TrainerTimeSlicing
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from relax_rt.roles.training.publication.publisher import Publisher
     from relax_rt.roles.training.step import EmptySteps, StepBatch
 
-FETCH_S = 10.0
-"""Wait for payload of another node before the leases are released: its owner may be dead."""
 RELEASE_S = 10.0
 """Wait of a trainer that cannot continue for the queue to take its leases back."""
 LOAD_ALLOWANCE_S = 180.0

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import builtins
-import difflib
 import hashlib
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from relax_rt.transport.rpc.errors import Refused
+from relax_rt.transport.rpc.errors import Refused, did_you_mean
 
 
 class NoTarget(Refused):
@@ -211,18 +210,3 @@ class UserLoader(importlib.machinery.SourceFileLoader):
         """Execute the module with the builtins of its folder."""
         module.__dict__["__builtins__"] = self._code.builtins
         super().exec_module(module)
-
-
-NEAR = 0.7
-"""Twice the letters that two names share in order, by all their letters: a typo leaves more. `stop` and `top_p` have
-less."""
-
-
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'?`` if one of the known names is near, else the empty string."""
-    by_folded = {name.lower().replace("-", "_"): name for name in known}
-    folded = given.lower().replace("-", "_")
-    # Two letters that changed places are much of a short name.
-    turned = [name for name in by_folded if sorted(name) == sorted(folded)]
-    near = turned or difflib.get_close_matches(folded, list(by_folded), n=1, cutoff=NEAR)
-    return f"did you mean '{by_folded[near[0]]}'?" if near else ""

@@ -30,7 +30,7 @@ from relax_rt.transport.rpc.errors import (
     Unreachable,
 )
 from relax_rt.transport.rpc.identity import CurveKeys, Hello
-from relax_rt.transport.rpc.interface import Method, did_you_mean, methods_of
+from relax_rt.transport.rpc.interface import Method, methods_of, name_hint
 from relax_rt.transport.rpc.wire import (
     CREDIT_MAX,
     CancelFrame,
@@ -698,7 +698,7 @@ class _Proxy:
         _, api = self.__dict__["_relax_of"]
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(f"{api.__name__} has no method {name}: {did_you_mean(name, methods_of(api))}")
+        raise AttributeError(f"{api.__name__} has no method {name}: {name_hint(name, methods_of(api))}")
 
     def __repr__(self) -> str:
         client, api = self.__dict__["_relax_of"]

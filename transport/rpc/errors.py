@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class RelaxError(Exception):
     """Base of every error that relax-rt raises on purpose.
@@ -75,3 +78,18 @@ class OutOfSpace(RelaxError):
 
 class Corrupt(RelaxError):
     """Bytes do not match their digest or checksum."""
+
+
+NEAR = 0.7
+"""Twice the letters that two names share in order, by all their letters: a typo leaves more. `stop` and `top_p` have
+less."""
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """``did you mean 'x'?`` if one of the known names is near, else the empty string."""
+    by_folded = {name.lower().replace("-", "_"): name for name in known}
+    folded = given.lower().replace("-", "_")
+    # Two letters that changed places are much of a short name.
+    turned = [name for name in by_folded if sorted(name) == sorted(folded)]
+    near = turned or difflib.get_close_matches(folded, list(by_folded), n=1, cutoff=NEAR)
+    return f"did you mean '{by_folded[near[0]]}'?" if near else ""

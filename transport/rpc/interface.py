@@ -7,7 +7,6 @@ by a stream of items. A class that is more than an interface says by `__relax_in
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import re
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from relax_rt.transport.rpc import wire
-from relax_rt.transport.rpc.errors import ProtocolError, Refused
+from relax_rt.transport.rpc.errors import ProtocolError, Refused, did_you_mean
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -250,9 +249,8 @@ def check_implementation(api: type, implementation: object) -> None:
             raise Refused(f"offering {api.__name__}", why=f"{type(implementation).__name__}.{name} is not `async def`")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint that names the nearest known names, and what there is."""
+def name_hint(name: str, known: Iterable[str]) -> str:
+    """A hint that names the nearest known name, and what there is."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    start = f"did you mean {near[0]}? " if near else ""
-    return start + (f"there is {', '.join(names[:20])}" if names else "there is none")
+    there = f"there is {', '.join(names[:20])}" if names else "there is none"
+    return f"{did_you_mean(name, names)} {there}".lstrip()

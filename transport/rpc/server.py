@@ -24,7 +24,7 @@ from relax_rt.transport.rpc import unix_channel, wire
 from relax_rt.transport.rpc.channel import Channel, parse_address
 from relax_rt.transport.rpc.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError, ShuttingDown
 from relax_rt.transport.rpc.identity import CurveKeys, Hello
-from relax_rt.transport.rpc.interface import Method, check_implementation, did_you_mean, is_eager, methods_of
+from relax_rt.transport.rpc.interface import Method, check_implementation, is_eager, methods_of, name_hint
 from relax_rt.transport.rpc.wire import (
     CancelFrame,
     EndFrame,
@@ -249,11 +249,11 @@ class RpcServer:
             raise Refused(
                 f"call of {api}.{name}",
                 why=f"{self.hello.who} offers no interface {api}",
-                hint=did_you_mean(api, self._offers),
+                hint=name_hint(api, self._offers),
             )
         found = offer.get(name)
         if found is None:
-            raise Refused(f"call of {api}.{name}", why=f"{api} has no method {name}", hint=did_you_mean(name, offer))
+            raise Refused(f"call of {api}.{name}", why=f"{api} has no method {name}", hint=name_hint(name, offer))
         return found
 
     def start_held_calls(self) -> None:

@@ -19,8 +19,7 @@ from relax_rt.config.target import TargetError, load_target
 from relax_rt.config.validation import validate
 from relax_rt.roles.base.user_code import user_line
 from relax_rt.roles.data.items import answer_text
-from relax_rt.transport.base.targets import did_you_mean
-from relax_rt.transport.rpc.errors import RelaxError
+from relax_rt.transport.rpc.errors import RelaxError, did_you_mean
 
 SETTING = "reward.function"
 COMPLETIONS = ("completions", "solution_str")

@@ -31,8 +31,7 @@ from relax_rt.config.target import TargetError, load_target
 from relax_rt.config.validation import validate
 from relax_rt.roles.base.user_code import user_line
 from relax_rt.supervision.diagnosis import classify_exception
-from relax_rt.transport.base.targets import did_you_mean
-from relax_rt.transport.rpc.errors import Refused, RelaxError
+from relax_rt.transport.rpc.errors import Refused, RelaxError, did_you_mean
 
 MEND = "mend it there; `relax-rt up` resumes from the last checkpoint"
 MEND_CALLED = "mend it there; `relax-rt validate` calls it, and `relax-rt up` resumes from the last checkpoint"

@@ -18,6 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from relax_rt.roles.base.role import FETCH_S
 from relax_rt.roles.base.sample import Sample, SampleMeta, bare_meta, content_digest, read_sample
 from relax_rt.roles.training.batch.rows import mini_batches
 from relax_rt.transport.memory.arena import ArenaReader
@@ -25,9 +26,6 @@ from relax_rt.transport.memory.payload_fetcher import Fetcher
 from relax_rt.transport.memory.refs import Extent, owner_of
 from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample, extents_of
 from relax_rt.transport.queue.ledger.messages import LeaseGrant
-
-FETCH_S = 10.0
-"""Limit for payload of another node: its owner may be dead. Then the lease is released, and its samples come again."""
 
 
 class SharedSample(Sample, kw_only=True):
@@ -129,10 +127,6 @@ class LeaseReader:
             if self._fetcher is not None:
                 self._fetcher.release(part.lease)
         return samples, sum(extent.nbytes for some in wanted.values() for extent in some)
-
-    def close(self) -> None:
-        """Unmap this node's memory."""
-        self._reader.close()
 
 
 def _copied(sample: Sample) -> Sample:

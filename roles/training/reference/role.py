@@ -13,7 +13,7 @@ import numpy as np
 from relax_rt.config.schema import RoleSettings
 from relax_rt.interfaces.role import RoleContext
 from relax_rt.roles.base.locations import MODEL_CODE
-from relax_rt.roles.base.role import RLRole
+from relax_rt.roles.base.role import FETCH_S, RLRole
 from relax_rt.roles.base.sample import read_sample
 from relax_rt.roles.models.resolve import refused_as_bad_input
 from relax_rt.roles.models.settings import ModelTable
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from relax_rt.transport.queue.ledger.messages import SampleKey
 
 TASK, COLUMN = "reference", "reference_logprobs"
-FETCH_S = 10.0
-"""Wait for payload of another node before the samples are given back: its owner may be dead."""
 LOAD_ALLOWANCE_S = 180.0
 FAILURES_IN_A_ROW = 64
 """Failed samples without a good one between them: then it is the model, not the samples."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from relax_rt.transport.base.targets import did_you_mean
 from relax_rt.transport.memory.refs import owner_of
 from relax_rt.transport.queue.ledger import packed
 from relax_rt.transport.queue.ledger.admission import (
@@ -34,7 +33,7 @@ from relax_rt.transport.queue.ledger.messages import (
 )
 from relax_rt.transport.queue.ledger.selection import Samplers, prepare_step_request, select_keys
 from relax_rt.transport.queue.ledger.state import Lease, SampleGroup, SamplePart, SampleState
-from relax_rt.transport.rpc.errors import Refused
+from relax_rt.transport.rpc.errors import Refused, did_you_mean
 from relax_rt.transport.rpc.identity import Incarnation
 
 

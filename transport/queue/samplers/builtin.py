@@ -13,11 +13,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from relax_rt.transport.base.targets import NoTarget, did_you_mean, load_target
+from relax_rt.transport.base.targets import NoTarget, load_target
 from relax_rt.transport.queue.ledger.messages import LeaseRequest
 from relax_rt.transport.queue.ledger.selection import WINDOW, BatchSampler, Selection, Unit, fill, limit_of, within
 from relax_rt.transport.queue.samplers.packing import balanced_partition
-from relax_rt.transport.rpc.errors import Refused
+from relax_rt.transport.rpc.errors import Refused, did_you_mean
 
 Window = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]

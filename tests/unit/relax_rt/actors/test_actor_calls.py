@@ -36,7 +36,7 @@ async def test_the_interface_is_the_public_async_methods(tmp_path: pathlib.Path)
         judge = known.actor("judge/0", Judge)
         with pytest.raises(AttributeError, match=r"Judge\.helper cannot be called from afar"):
             judge.helper()
-        with pytest.raises(AttributeError, match=r"Judge has no method scores: did you mean score\?"):
+        with pytest.raises(AttributeError, match=r"Judge has no method scores: did you mean 'score'\?"):
             judge.scores()  # type: ignore[attr-defined]
         with pytest.raises(AttributeError, match="cannot be called from afar"):
             await judge.setup()
@@ -53,7 +53,7 @@ async def test_a_caller_with_another_interface_is_refused(tmp_path: pathlib.Path
     async with living(f"unix://{tmp_path}/j.sock") as (_, real), directory({"judge/0": real}) as known:
         with pytest.raises(Refused, match=r"call of Judge\.extra: Judge has no method extra"):
             await known.actor("judge/0", Newer).extra()
-        with pytest.raises(Refused, match=r"offers no interface Jugde \(did you mean Judge\?"):
+        with pytest.raises(Refused, match=r"offers no interface Jugde \(did you mean 'Judge'\?"):
             await known.actor("judge/0", Other).pid()
 
 

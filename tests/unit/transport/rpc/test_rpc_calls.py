@@ -138,16 +138,16 @@ async def test_unknown_names_are_refused_with_a_suggestion(tmp_path: pathlib.Pat
     class FarEndd(FarEnd): ...
 
     async with pair("unix", tmp_path) as (_, _, client, far):
-        with pytest.raises(Refused, match="did you mean FarEnd"):
+        with pytest.raises(Refused, match="did you mean 'FarEnd'"):
             await client.bind(FarEndd, timeout_s=60).nothing()
-        with pytest.raises(AttributeError, match="did you mean nothing"):
+        with pytest.raises(AttributeError, match="did you mean 'nothing'"):
             await far.nothin()  # type: ignore[attr-defined]
 
         class Newer(FarEnd):
             async def ecko(self) -> None: ...
 
         Newer.__name__ = "FarEnd"
-        with pytest.raises(Refused, match=r"no method ecko \(did you mean echo"):
+        with pytest.raises(Refused, match=r"no method ecko \(did you mean 'echo'"):
             await client.bind(Newer, timeout_s=60).ecko()
 
 
